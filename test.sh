@@ -1,0 +1,79 @@
+#!/bin/sh
+# Sets up a fresh Debian 12 or 13, builds and runs every test; not 0 if anything failed or nothing ran.
+#   --quick     the release build's tests and the Python ones, without sanitizers, fuzzing and torch
+#   --no-torch  without the group that needs torch
+#   --setup     install what is missing, then stop
+set -u
+cd "$(dirname "$0")" || exit 1
+. tests/setup.sh
+
+quick=
+torch=yes
+only_setup=
+for argument in "$@"; do
+	case $argument in
+	--quick) quick=yes torch= ;;
+	--no-torch) torch= ;;
+	--setup) only_setup=yes ;;
+	-h | --help)
+		sed -n '2,6s/^# *//p' "$0"
+		exit 0
+		;;
+	*)
+		echo "unknown option $argument; see --help" >&2
+		exit 2
+		;;
+	esac
+done
+
+set_up() {
+	# shellcheck disable=SC2086 # one word a package
+	need_packages $build_packages $test_packages && need_python tests/requirements.txt
+}
+
+build() {
+	cmake --preset "$1" -DINGOT_BUILD_TESTS=ON >"build/configure-$1.log" 2>&1 || {
+		cat "build/configure-$1.log"
+		return 1
+	}
+	cmake --build --preset "$1" -j "$jobs"
+}
+
+# ThreadSanitizer needs the addresses it knows: without setarch it may refuse to start under a randomised layout.
+c_tests() {
+	wrapper=
+	if [ "$1" = tsan ] && setarch -R true 2>/dev/null; then
+		wrapper="setarch -R"
+	fi
+	$wrapper ctest --preset "$1" -j "$jobs" --no-tests=error
+}
+
+# pytest's own answer is not 0 when no test was found.
+python_tests() {
+	INGOT_LIBRARY=$PWD/build/release/libingot.so INGOT_COMMAND=$PWD/build/release/ingot \
+		.venv/bin/python -m pytest -q "$@"
+}
+
+stage "set up" set_up || exit 1
+[ -z "$only_setup" ] || exit 0
+mkdir -p build
+
+stage "build release" build release && {
+	stage "C tests, release" c_tests release
+	stage "Python tests" python_tests tests/python --ignore=tests/python/torch
+}
+if [ -z "$quick" ]; then
+	stage "build asan" build asan && stage "C tests and fuzzing, asan" c_tests asan
+	stage "build tsan" build tsan && stage "C tests, tsan" c_tests tsan
+fi
+if [ -n "$torch" ] && [ -e build/release/libingot.so ]; then
+	stage "set up torch" need_python tests/requirements-torch.txt && stage "torch tests" python_tests tests/python/torch
+fi
+
+echo
+echo "$summary"
+if [ "$failures" -ne 0 ]; then
+	echo "$failures stages failed"
+	exit 1
+fi
+echo "all stages passed"
