@@ -96,6 +96,8 @@ def allowed(where, target):
         return True
     if where == "device" and re.match(r"kernels/\w+/arch\.def$", target):
         return True
+    if where.startswith("kernels/") and re.match(r"kernels/\w+\.h$", target):
+        return True
     return where != "stage" and target.startswith(where + "/")
 
 
