@@ -29,9 +29,9 @@ HEADER_ROOM = 8_192
 PARAGRAPHS = [
     "The foundry stood where the canal turns north, a long brick hall with a saw-tooth roof. Every morning before six "
     "the first shift lit the furnaces, and by noon the sand floor was covered with moulds, each one rammed by hand. "
-    "What came out in the evening was plain work: bearing housings, pump wheels, the legs of sewing machines. Nobody in "
-    "the town thought of it as remarkable until the day it closed, and the silence on the bridge told people what they "
-    "had lost.",
+    "What came out in the evening was plain work: bearing housings, pump wheels, the legs of sewing machines. Nobody "
+    "in the town thought of it as remarkable until the day it closed, and the silence on the bridge told people what "
+    "they had lost.",
     "Rain is measured in millimetres because a millimetre over one square metre is exactly one litre. A gauge needs no "
     "scale of its own: a straight-sided tin and a ruler will do, as long as nothing overhangs it.",
     "Bake the bread until it sounds hollow when you knock on its base.",
