@@ -260,7 +260,7 @@ typedef struct ingot_attn_fwd_params {
 /*
  * Gradients of the forward above. out and lse are the forward's results (lse in lse_base), dout [B,Hq,Sq,Dv] the gradient of
  * out. Wanted gradients are the present ones of dq, dk, dv (shapes of q, k, v; F32, F16 or BF16), dbias (F32 or bias's type;
- * extent 1 in an axis sums over it, and is needed where bias is broadcast), dsink (F32 [Hq]). Written, never accumulated
+ * [B,Hq,Mq,Mk] with extent 1 in the axes to sum over: those where bias is broadcast), dsink (F32 [Hq]). Written, never accumulated
  * into. Rows of no sequence are not written. Refused: pages and 8-bit inputs.
  */
 typedef struct ingot_attn_bwd_params {

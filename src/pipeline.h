@@ -5,6 +5,7 @@
  *   call.c    public functions: run() takes a call through the stages below
  *   check.c   arguments of any struct size -> one const problem in normal form, or a status and a sentence
  *   choose.c  implementations refuse with a reason; the measured fastest wins
+ *   explain.c the same choice as text or JSON
  *   image.c   the packed code objects of the choice (nothing to do on a CPU)
  *   launch.c  workspace and steps -> the device
  *   device/   drivers, architectures, threads, memory
@@ -17,6 +18,8 @@
 #endif
 #include <ingot.h>
 #include <stdbool.h>
+
+#include "support/tuning.h"
 
 /* ---- check.c and operator/: the problem in normal form -------------------------------------------------------------- */
 
@@ -176,7 +179,7 @@ typedef struct ingot__impl {
 	ingot__operator op;
 	ingot_device_type device;
 	const char *arch; /* row of the family's arch.def; "" any */
-	int rank;         /* order among unmeasured candidates: higher first; reference 0 */
+	int rank;         /* order among unmeasured candidates: higher first; below 0: only when forced by name */
 	bool verified_by_definition; /* the reference: it is what others are verified against */
 	const char *const *variants;
 	int variant_count;
@@ -197,13 +200,7 @@ extern const int ingot__impl_count;
 
 /* ---- choose.c: candidates and the winner ------------------------------------------------------------------------------ */
 
-/* One row of tuning/: measured and verified on `device`. Sorted by (op, arch, bucket). Made by tools/mktables.c. */
-typedef struct ingot__row {
-	const char *op, *arch, *bucket, *implementation, *variant;
-	float microseconds, error_ratio;
-	int32_t cases;
-	const char *digest, *device, *date;
-} ingot__row;
+/* tuning/ as const tables, sorted; made by tools/mktables.c. */
 extern const ingot__row ingot__rows[];
 extern const int ingot__row_count;
 /* The digest of an implementation's source as built, "" if unknown: a row with another digest is stale. Made likewise. */
@@ -215,29 +212,33 @@ typedef struct ingot__candidate {
 	const ingot__impl *impl;
 	int variant;
 	const char *refusal;   /* NULL: it can run */
-	float microseconds;    /* of the nearest row scaled to this problem; 0: no row */
-	float error_ratio;
-	int32_t cases;
-	bool verified, stale, inherited; /* inherited: the row is of a parent architecture */
-	const char *measured_on;
+	const ingot__row *row; /* the nearest bucket's figure, NULL: none */
+	int32_t cases;         /* passed on this architecture, the most of any row */
+	bool verified, stale, inherited; /* inherited: the rows are of a parent architecture */
 } ingot__candidate;
 
 typedef struct ingot__choice {
 	const ingot__impl *impl;
 	int variant;
 	const char *because; /* "measured fastest", "forced", ... */
+	bool verified;
 	int candidates;
-	ingot__candidate candidate[INGOT__CANDIDATES]; /* filled only when all are asked for */
+	ingot__candidate candidate[INGOT__CANDIDATES];
 } ingot__choice;
 
-/* Picks what runs the problem. all: also fills choice->candidate, and a failure to find one still fills it. UNSUPPORTED,
- * NOT_FOUND, DEGRADED with a sentence. */
-ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *device, const ingot_options *options, bool all,
+/* Picks what runs the problem and says how every candidate fared, also when none can. UNSUPPORTED, NOT_FOUND, DEGRADED with
+ * a sentence. */
+ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *device, const ingot_options *options,
                            ingot__choice *choice);
 
-/* operator/: the bucket of a problem, the key of tuning rows ("bf16,d128,q2048,k2048,h8,b1,causal"). */
-void ingot__bucket(const ingot__problem *problem, char *text, size_t capacity);
+/* operator/bucket.c: the bucket of a problem, the key of tuning rows. */
+void ingot__bucket_of(const ingot__problem *problem, ingot__bucket *bucket);
 uint64_t ingot__table_digest(void); /* over rows and implementations */
+
+/* ---- explain.c ------------------------------------------------------------------------------------------------------- */
+
+void ingot__explain(const ingot__problem *problem, const ingot__device *device, const ingot__choice *choice,
+                    const ingot__plan *plan, uint64_t workspace, int32_t format, char *buffer, size_t capacity, size_t *needed);
 
 /* ---- image.c ----------------------------------------------------------------------------------------------------------- */
 

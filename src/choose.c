@@ -1,0 +1,329 @@
+/*
+ * The choosing stage. Every implementation of the operator says whether it can run the problem; among those that can, a verified
+ * one beats an unverified one, then a measured one beats an unmeasured one, then the faster one wins. Figures come from the
+ * rows of tuning/ and of the user's own file, taken from the bucket nearest to the problem.
+ */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <xxhash.h>
+
+#include "pipeline.h"
+#include "support/error.h"
+#include "support/log.h"
+
+static const char *const operator_names[INGOT__OPERATORS] = {"attn_fwd", "attn_bwd", "attn_merge", "kv_append", "attn_dropout_mask"};
+
+/* ---- the rows: built in, overlaid by INGOT_TUNING_PATH ------------------------------------------------------------- */
+
+typedef struct table {
+	const ingot__row *rows;
+	int count;
+} table;
+
+static table rows_in_use;
+static pthread_once_t rows_once = PTHREAD_ONCE_INIT;
+
+static int compare_rows(const void *a, const void *b) {
+	return ingot__row_compare(a, b);
+}
+
+/* Merges the file's rows over the built-in ones. The memory lives as long as the process. A bad line is reported and the
+ * whole file left out: half of somebody's measurements would choose worse than none. */
+static void overlay(const char *path) {
+	FILE *f = fopen(path, "re");
+	if (!f) {
+		ingot__log(1, "INGOT_TUNING_PATH: %s cannot be opened; the built-in rows stand alone", path);
+		return;
+	}
+	char *text = NULL;
+	size_t length = 0, room = 0;
+	for (size_t n = 1; n;) {
+		if (room - length < 65536) {
+			char *more = room < ((size_t)64 << 20) ? realloc(text, room = room ? room * 2 : 131072) : NULL;
+			if (!more) {
+				ingot__log(1, "INGOT_TUNING_PATH: %s is too large; the built-in rows stand alone", path);
+				free(text);
+				fclose(f);
+				return;
+			}
+			text = more;
+		}
+		n = fread(text + length, 1, room - length - 1, f);
+		length += n;
+	}
+	fclose(f);
+	text[length] = 0;
+	int lines = 1;
+	for (size_t i = 0; i < length; i++) lines += text[i] == '\n';
+	ingot__row *merged = malloc(sizeof *merged * (size_t)(lines + ingot__row_count));
+	int count = 0, number = 0;
+	const char *why = merged ? NULL : "out of memory";
+	for (char *line = text, *next; line && !why; line = next) {
+		next = strchr(line, '\n');
+		if (next) *next++ = 0;
+		number++;
+		if (*line && *line != '#' && ingot__row_parse(line, &merged[count], &why)) count++;
+	}
+	if (why) {
+		ingot__log(1, "INGOT_TUNING_PATH: %s line %d: %s; the built-in rows stand alone", path, number, why);
+		free(merged);
+		free(text);
+		return;
+	}
+	const int own = count;
+	qsort(merged, (size_t)own, sizeof *merged, compare_rows);
+	for (int i = 0; i < ingot__row_count; i++)
+		if (!bsearch(&ingot__rows[i], merged, (size_t)own, sizeof *merged, compare_rows)) merged[count++] = ingot__rows[i];
+	qsort(merged, (size_t)count, sizeof *merged, compare_rows);
+	rows_in_use = (table){merged, count};
+	ingot__log(3, "INGOT_TUNING_PATH: %d rows of %s", own, path);
+}
+
+static void read_rows(void) {
+	rows_in_use = (table){ingot__rows, ingot__row_count};
+	const char *path = getenv("INGOT_TUNING_PATH");
+	if (path && *path) overlay(path);
+}
+
+static const table *rows(void) {
+	pthread_once(&rows_once, read_rows);
+	return &rows_in_use;
+}
+
+/* First row not before (op, arch, types). */
+static int lower_bound(const table *t, const char *op, const char *arch, const ingot__bucket *b, bool after) {
+	int low = 0, high = t->count;
+	while (low < high) {
+		const int middle = (low + high) / 2;
+		const ingot__row *r = &t->rows[middle];
+		int c = strcmp(r->op, op);
+		if (!c) c = strcmp(r->arch, arch);
+		if (!c) c = r->bucket.dtype - b->dtype;
+		if (!c) c = r->bucket.kv_dtype - b->kv_dtype;
+		if (c < 0 || (after && c == 0)) low = middle + 1;
+		else high = middle;
+	}
+	return low;
+}
+
+static int distance(const ingot__bucket *a, const ingot__bucket *b) {
+	const int head = a->d > b->d ? a->d - b->d : b->d - a->d, value = a->dv > b->dv ? a->dv - b->dv : b->dv - a->dv;
+	const int q = abs(a->q - b->q), k = abs(a->k - b->k), bh = abs(a->bh - b->bh);
+	/* one query row is another regime than many, whatever the logarithm says */
+	const int regime = ((a->q <= 0) != (b->q <= 0)) * 12;
+	return head / 8 + value / 8 + 4 * q + 3 * k + 2 * bh + regime + 8 * (a->mask != b->mask) + 16 * (a->features != b->features);
+}
+
+/* The rows of the bucket nearest to b: [*first, *last). */
+static void nearest(const table *t, const char *op, const char *arch, const ingot__bucket *b, int *first, int *last) {
+	const int low = lower_bound(t, op, arch, b, false), high = lower_bound(t, op, arch, b, true);
+	int best = -1, least = 0;
+	for (int i = low; i < high; i++) {
+		const int d = distance(&t->rows[i].bucket, b);
+		if (best < 0 || d < least) best = i, least = d;
+	}
+	*first = *last = best;
+	if (best < 0) {
+		*first = *last = 0;
+		return;
+	}
+	while (*last < high && !memcmp(&t->rows[*last].bucket, &t->rows[best].bucket, sizeof *b)) ++*last;
+}
+
+/* ---- evidence, once per device ----------------------------------------------------------------------------------------- */
+
+typedef struct evidence {
+	int32_t cases;
+	bool verified, stale, inherited;
+} evidence;
+
+enum { DEVICES = 32, IMPLS = 256 };
+static struct {
+	_Atomic(const ingot__device *) device;
+	evidence of[IMPLS];
+} known[DEVICES];
+static pthread_mutex_t known_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static bool row_is_stale(const ingot__row *r) {
+	const char *now = ingot__impl_digest(r->implementation);
+	return *now && strcmp(now, r->digest);
+}
+
+static evidence gather(const ingot__impl *impl, const ingot__device *device) {
+	evidence e = {0};
+	const table *t = rows();
+	const char *arch = device->arch;
+	for (int generation = 0; *arch; arch = ingot__arch_parent(arch), generation++) {
+		for (int i = 0; i < t->count; i++) {
+			const ingot__row *r = &t->rows[i];
+			if (strcmp(r->implementation, impl->name) || (strcmp(r->arch, arch) && (generation || strcmp(r->arch, device->model)))) continue;
+			if (row_is_stale(r)) e.stale = true;
+			else if (r->cases > e.cases) e.cases = r->cases;
+		}
+		if (e.cases) {
+			e.verified = generation == 0;
+			e.inherited = generation != 0;
+			e.stale = false;
+			break;
+		}
+	}
+	if (impl->verified_by_definition) e.verified = true;
+	return e;
+}
+
+/* Indexed like ingot__impls. */
+static const evidence *evidence_of(const ingot__device *device) {
+	for (int i = 0; i < DEVICES; i++) {
+		const ingot__device *d = atomic_load_explicit(&known[i].device, memory_order_acquire);
+		if (d == device) return known[i].of;
+		if (!d) break;
+	}
+	const evidence *found = NULL;
+	pthread_mutex_lock(&known_lock);
+	for (int i = 0; i < DEVICES && !found; i++) {
+		const ingot__device *d = atomic_load(&known[i].device);
+		if (d == device) found = known[i].of;
+		else if (!d) {
+			for (int j = 0; j < ingot__impl_count && j < IMPLS; j++) known[i].of[j] = gather(ingot__impls[j], device);
+			atomic_store_explicit(&known[i].device, device, memory_order_release);
+			found = known[i].of;
+		}
+	}
+	pthread_mutex_unlock(&known_lock);
+	return found;
+}
+
+/* ---- the choice ---------------------------------------------------------------------------------------------------------- */
+
+/* backend is "", "family", "name", "family/name", each name with an optional ":variant". */
+typedef struct forced {
+	char family[48], name[64], variant[48];
+} forced;
+
+static bool split(const char *backend, forced *f) {
+	memset(f, 0, sizeof *f);
+	const char *slash = strchr(backend, '/'), *name = slash ? slash + 1 : backend, *colon = strchr(name, ':');
+	const size_t family = slash ? (size_t)(slash - backend) : 0, length = colon ? (size_t)(colon - name) : strlen(name);
+	if (family >= sizeof f->family || length >= sizeof f->name || (colon && strlen(colon + 1) >= sizeof f->variant)) return false;
+	memcpy(f->family, backend, family);
+	memcpy(f->name, name, length);
+	if (colon) strcpy(f->variant, colon + 1);
+	return true;
+}
+
+/* Whether impl is meant by a forced name; `exactly`: by its own name, not its family's. */
+static bool meant(const ingot__impl *impl, const forced *f, bool *exactly) {
+	*exactly = !strcmp(f->name, impl->name) && (!*f->family || !strcmp(f->family, impl->family));
+	return *exactly || (!*f->family && !strcmp(f->name, impl->family));
+}
+
+static bool better(const ingot__candidate *a, const ingot__candidate *b) {
+	if (a->verified != b->verified) return a->verified;
+	if (!a->row != !b->row) return a->row != NULL;
+	if (a->row && a->row->microseconds != b->row->microseconds) return a->row->microseconds < b->row->microseconds;
+	return a->impl->rank > b->impl->rank;
+}
+
+static void add_figures(const ingot__problem *problem, const ingot__device *device, ingot__choice *choice) {
+	const table *t = rows();
+	ingot__bucket bucket;
+	ingot__bucket_of(problem, &bucket);
+	const char *op = operator_names[problem->op], *arch = device->model;
+	int first = 0, last = 0;
+	nearest(t, op, arch, &bucket, &first, &last);
+	for (arch = device->arch; first == last && *arch; arch = ingot__arch_parent(arch)) nearest(t, op, arch, &bucket, &first, &last);
+	for (int i = first; i < last; i++)
+		for (int c = 0; c < choice->candidates; c++) {
+			ingot__candidate *x = &choice->candidate[c];
+			if (x->refusal || strcmp(x->impl->name, t->rows[i].implementation)) continue;
+			if (!x->row || t->rows[i].microseconds < x->row->microseconds) x->row = &t->rows[i];
+		}
+}
+
+ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *device, const ingot_options *options,
+                           ingot__choice *choice) {
+	const char *backend = options->backend ? options->backend : "";
+	forced f;
+	choice->impl = NULL;
+	choice->variant = 0;
+	choice->because = "";
+	choice->verified = false;
+	choice->candidates = 0;
+	const bool force = *backend;
+	if (force && !split(backend, &f))
+		return ingot__fail(INGOT_NOT_FOUND, "options.backend is longer than any name; `ingot list` shows what there is");
+	const evidence *proof = evidence_of(device);
+	bool named = false;
+	int able = 0;
+	for (int i = 0; i < ingot__impl_count; i++) {
+		const ingot__impl *impl = ingot__impls[i];
+		if (impl->op != problem->op || impl->device != device->type) continue;
+		bool exactly = false;
+		if (force && !meant(impl, &f, &exactly)) continue;
+		if (!exactly && impl->rank < 0) continue;
+		named = true;
+		if (choice->candidates == INGOT__CANDIDATES) break;
+		ingot__candidate *c = &choice->candidate[choice->candidates++];
+		*c = (ingot__candidate){.impl = impl};
+		if (proof && i < IMPLS) {
+			c->cases = proof[i].cases;
+			c->verified = proof[i].verified;
+			c->stale = proof[i].stale;
+			c->inherited = proof[i].inherited;
+		}
+		if (!ingot__device_runs(device, impl->arch)) c->refusal = "this device lacks the instructions it is built for";
+		else c->refusal = impl->refuse(problem, device, &c->variant);
+		if (!c->refusal && force && *f.variant && strcmp(f.variant, impl->variants[c->variant]))
+			c->refusal = "the forced variant is not the one that runs this problem";
+		if (!c->refusal) able++;
+	}
+	if (force && !named)
+		return ingot__fail(INGOT_NOT_FOUND, "options.backend is \"%.80s\"; no implementation of %s on this device has that name or family",
+		                   backend, operator_names[problem->op]);
+	if (able > 1 || (options->flags & INGOT_STRICT) || ingot__log_wants(3)) add_figures(problem, device, choice);
+	const ingot__candidate *best = NULL;
+	for (int c = 0; c < choice->candidates; c++) {
+		const ingot__candidate *x = &choice->candidate[c];
+		if (!x->refusal && (!best || better(x, best))) best = x;
+	}
+	if (!best) {
+		const ingot__candidate *last = choice->candidates ? &choice->candidate[choice->candidates - 1] : NULL;
+		if (!last) return ingot__fail(INGOT_UNSUPPORTED, "no implementation of %s is built for this device", operator_names[problem->op]);
+		return ingot__fail(INGOT_UNSUPPORTED, "%s%s%s cannot run this call: %s", force ? "the forced " : "", last->impl->family,
+		                   choice->candidates > 1 ? " and every other candidate" : "", last->refusal);
+	}
+	choice->impl = best->impl;
+	choice->variant = best->variant;
+	choice->verified = best->verified;
+	choice->because = force ? "forced" : able == 1 ? "the only one that can run it" : best->row ? best->verified ? "measured fastest" :
+	                  "measured fastest, not verified on this device" : best->verified ? "verified, not measured" : "by rank, not verified";
+	if ((options->flags & INGOT_STRICT) && !best->verified)
+		return ingot__fail(INGOT_DEGRADED, "strict: the best candidate %s/%s is not verified on %s", best->impl->family, best->impl->name,
+		                   device->arch);
+	return INGOT_OK;
+}
+
+uint64_t ingot__table_digest(void) {
+	const table *t = rows();
+	XXH3_state_t *const state = XXH3_createState();
+	if (!state) return 0;
+	XXH3_64bits_reset(state);
+	for (int i = 0; i < t->count; i++) {
+		const ingot__row *r = &t->rows[i];
+		const char *const text[] = {r->op, r->arch, r->implementation, r->variant, r->digest};
+		for (int j = 0; j < 5; j++) XXH3_64bits_update(state, text[j], strlen(text[j]) + 1);
+		XXH3_64bits_update(state, &r->bucket, sizeof r->bucket);
+		XXH3_64bits_update(state, &r->microseconds, sizeof r->microseconds);
+		XXH3_64bits_update(state, &r->cases, sizeof r->cases);
+	}
+	for (int i = 0; i < ingot__impl_count; i++) {
+		const char *const text[] = {ingot__impls[i]->name, ingot__impl_digest(ingot__impls[i]->name)};
+		for (int j = 0; j < 2; j++) XXH3_64bits_update(state, text[j], strlen(text[j]) + 1);
+	}
+	const uint64_t digest = XXH3_64bits_digest(state);
+	XXH3_freeState(state);
+	return digest;
+}

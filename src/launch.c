@@ -1,0 +1,153 @@
+/*
+ * The launch stage: finds the workspace and runs a plan's steps one after another. On a CPU a step is a number of independent
+ * tasks, handed out by a shared counter to as many lanes as its work is worth waking; a lane keeps its scratch.
+ */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "pipeline.h"
+#include "support/error.h"
+#include "support/threads.h"
+
+enum { ALIGNMENT = 256 };
+
+/* A second lane must save at least this many nanoseconds of work to be worth waking. */
+#define WORTH_WAKING 4000.0
+
+static uint64_t round_up(uint64_t x) {
+	return (x + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+static int step_lanes(const ingot__step *step, int threads) {
+	int64_t lanes = threads;
+	const double worth = 1 + step->work / WORTH_WAKING;
+	if (worth < (double)lanes) lanes = (int64_t)worth;
+	if (step->tasks < lanes) lanes = step->tasks;
+	return lanes < 1 ? 1 : (int)lanes;
+}
+
+static int plan_lanes(const ingot__plan *plan, int threads) {
+	int most = 1;
+	for (int i = 0; i < plan->steps; i++) {
+		const int lanes = step_lanes(&plan->step[i], threads);
+		if (lanes > most) most = lanes;
+	}
+	return most;
+}
+
+uint64_t ingot__launch_bytes(const ingot__plan *plan, const ingot__device *device, int threads) {
+	if (device->type != INGOT_CPU) return plan->workspace_bytes;
+	return round_up(plan->workspace_bytes) + (uint64_t)plan_lanes(plan, threads) * round_up(plan->scratch_bytes);
+}
+
+/* ---- memory between calls: a few blocks are kept, so that a warm call allocates nothing ------------------------------- */
+
+typedef struct block {
+	uint64_t size; /* bytes after the header */
+	_Alignas(ALIGNMENT) unsigned char memory[];
+} block;
+
+enum { KEPT = 16, HUGE_PAGE = 2 << 20 };
+static _Atomic(block *) kept[KEPT];
+
+static block *take(uint64_t size) {
+	for (int i = 0; i < KEPT; i++) {
+		if (!atomic_load_explicit(&kept[i], memory_order_relaxed)) continue;
+		block *b = atomic_exchange_explicit(&kept[i], NULL, memory_order_acq_rel);
+		if (!b) continue;
+		if (b->size >= size) return b;
+		free(b);
+	}
+	if (size > UINT64_MAX - 2 * HUGE_PAGE) return NULL;
+	uint64_t whole = size + sizeof(block);
+	const uint64_t alignment = whole >= 2 * HUGE_PAGE ? HUGE_PAGE : ALIGNMENT;
+	whole = (whole + alignment - 1) / alignment * alignment;
+	block *b = aligned_alloc(alignment, whole);
+	if (!b) return NULL;
+	if (alignment == HUGE_PAGE) madvise(b, whole, MADV_HUGEPAGE);
+	b->size = whole - sizeof(block);
+	return b;
+}
+
+static void put(block *b) {
+	for (int i = 0; i < KEPT; i++) {
+		block *empty = NULL;
+		if (atomic_compare_exchange_strong_explicit(&kept[i], &empty, b, memory_order_acq_rel, memory_order_relaxed)) return;
+	}
+	free(b);
+}
+
+/* ---- running ------------------------------------------------------------------------------------------------------------ */
+
+typedef struct job {
+	const ingot__problem *problem;
+	const ingot__plan *plan;
+	const ingot__step *step;
+	void *workspace;
+	char *scratch;
+	uint64_t scratch_stride;
+	_Alignas(64) _Atomic int64_t next;
+} job;
+
+static void run_lane(void *argument, int lane) {
+	job *const j = argument;
+	void *const scratch = j->scratch + (uint64_t)lane * j->scratch_stride;
+	for (;;) {
+		const int64_t i = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed);
+		if (i >= j->step->tasks) return;
+		j->step->task(j->problem, j->plan, j->workspace, scratch, i);
+	}
+}
+
+static void run_lane_of_caller(void *argument, int64_t lane) {
+	run_lane(argument, (int)lane);
+}
+
+static void run_steps(const ingot__problem *problem, const ingot_options *options, const ingot__plan *plan, int threads, void *memory) {
+	for (int i = 0; i < plan->steps; i++) {
+		const ingot__step *const step = &plan->step[i];
+		if (step->tasks <= 0) continue;
+		job j = {.problem = problem, .plan = plan, .step = step, .workspace = memory,
+		         .scratch = (char *)memory + round_up(plan->workspace_bytes), .scratch_stride = round_up(plan->scratch_bytes)};
+		atomic_init(&j.next, 0);
+		const int lanes = step_lanes(step, threads);
+		if (lanes == 1) run_lane(&j, 0);
+		else if (options->parallel_for) options->parallel_for(options->parallel_context, lanes, run_lane_of_caller, &j);
+		else ingot__parallel(lanes, run_lane, &j);
+	}
+}
+
+ingot_status ingot__launch(const ingot__problem *problem, const ingot__device *device, const ingot_options *options,
+                           ingot_stream stream, const ingot__plan *plan, int threads) {
+	(void)stream;
+	if (device->type != INGOT_CPU) return ingot__fail(INGOT_NO_DEVICE, "this build of the library launches on CPUs only");
+	const uint64_t bytes = ingot__launch_bytes(plan, device, threads);
+	if (options->workspace) {
+		if (options->workspace_size < bytes)
+			return ingot__fail(INGOT_WORKSPACE, "options.workspace_size is %llu; this call needs %llu bytes",
+			                   (unsigned long long)options->workspace_size, (unsigned long long)bytes);
+		run_steps(problem, options, plan, threads, options->workspace);
+		return INGOT_OK;
+	}
+	if (bytes == 0) {
+		run_steps(problem, options, plan, threads, NULL);
+		return INGOT_OK;
+	}
+	if (options->alloc) {
+		void *memory = options->alloc(options->alloc_context, bytes);
+		if (!memory) return ingot__fail(INGOT_OUT_OF_MEMORY, "options.alloc gave no %llu bytes", (unsigned long long)bytes);
+		if ((uintptr_t)memory % ALIGNMENT) {
+			options->free(options->alloc_context, memory);
+			return ingot__fail(INGOT_INVALID, "options.alloc gave %p; memory must be aligned to %d bytes", memory, ALIGNMENT);
+		}
+		run_steps(problem, options, plan, threads, memory);
+		options->free(options->alloc_context, memory);
+		return INGOT_OK;
+	}
+	block *const b = take(bytes);
+	if (!b) return ingot__fail(INGOT_OUT_OF_MEMORY, "no %llu bytes of workspace could be had", (unsigned long long)bytes);
+	run_steps(problem, options, plan, threads, b->memory);
+	put(b);
+	return INGOT_OK;
+}

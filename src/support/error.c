@@ -1,0 +1,53 @@
+/*
+ * Statuses and the thread's last sentence. The sentence lives in thread-local storage of fixed size, so that reporting an
+ * error can itself not fail.
+ */
+#include "error.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "log.h"
+
+static _Thread_local char sentence[768];
+static _Thread_local const char *current = "ingot";
+
+void ingot__error_begin(const char *function) {
+	sentence[0] = 0;
+	current = function;
+}
+
+ingot_status ingot__fail(ingot_status status, const char *format, ...) {
+	int n = snprintf(sentence, sizeof sentence, "%s: ", current);
+	if (n < 0 || (size_t)n >= sizeof sentence) n = 0;
+	va_list arguments;
+	va_start(arguments, format);
+	vsnprintf(sentence + n, sizeof sentence - (size_t)n, format, arguments);
+	va_end(arguments);
+	ingot__log(1, "%s (%s)", sentence, ingot_status_name(status));
+	return status;
+}
+
+const char *ingot_last_error(void) {
+	return sentence;
+}
+
+const char *ingot_status_name(ingot_status status) {
+	switch (status) {
+#define NAME(name, number, text) \
+	case name: return #name;
+		INGOT_STATUS_LIST(NAME)
+#undef NAME
+	default: return "INGOT_?";
+	}
+}
+
+const char *ingot_status_text(ingot_status status) {
+	switch (status) {
+#define TEXT(name, number, text) \
+	case name: return text;
+		INGOT_STATUS_LIST(TEXT)
+#undef TEXT
+	default: return "unknown status";
+	}
+}

@@ -1,0 +1,13 @@
+/* This thread's last sentence: what ingot_last_error() returns. */
+#ifndef INGOT_SUPPORT_ERROR_H
+#define INGOT_SUPPORT_ERROR_H
+
+#include <ingot.h>
+
+/* Starts a public call: forgets the last sentence; `function` (a literal) will lead the next one. */
+void ingot__error_begin(const char *function);
+
+/* Keeps the sentence "function: format..." for this thread, logs it at level 1 (OK: nothing) and returns status. */
+ingot_status ingot__fail(ingot_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+#endif
