@@ -39,18 +39,18 @@ extern "C" {
 /* ---- statuses ---------------------------------------------------------------------------------------------------- */
 
 /* X(name, number, text). Numbers are pinned by tens and never reused. */
-#define INGOT_STATUS_LIST(X)                                                                                           \
-	X(INGOT_OK, 0, "ok")                                                                                               \
-	X(INGOT_INVALID, 10, "an argument is outside what the declaration allows")                                         \
-	X(INGOT_VERSION_MISMATCH, 11, "the struct carries fields that this library does not know")                         \
-	X(INGOT_UNSUPPORTED, 20, "a valid call that no implementation of this device can run")                             \
-	X(INGOT_NOT_FOUND, 21, "no implementation has the forced name")                                                    \
-	X(INGOT_DEGRADED, 22, "strict: the call could run, but not on a verified or the measured fastest implementation")  \
-	X(INGOT_WORKSPACE, 30, "the given workspace is too small, or one is needed here and none was given")               \
-	X(INGOT_OUT_OF_MEMORY, 31, "memory for the workspace could not be had")                                            \
-	X(INGOT_IMAGE, 40, "a pack of code objects is missing, damaged or foreign")                                        \
-	X(INGOT_NO_DEVICE, 50, "there is no such device or no driver for it")                                              \
-	X(INGOT_DRIVER, 51, "the device's driver reported an error")                                                       \
+#define INGOT_STATUS_LIST(X)                                                                                          \
+	X(INGOT_OK, 0, "ok")                                                                                              \
+	X(INGOT_INVALID, 10, "an argument is outside what the declaration allows")                                        \
+	X(INGOT_VERSION_MISMATCH, 11, "the struct carries fields that this library does not know")                        \
+	X(INGOT_UNSUPPORTED, 20, "a valid call that no implementation of this device can run")                            \
+	X(INGOT_NOT_FOUND, 21, "no implementation has the forced name")                                                   \
+	X(INGOT_DEGRADED, 22, "strict: the call could run, but not on a verified or the measured fastest implementation") \
+	X(INGOT_WORKSPACE, 30, "the given workspace is too small, or one is needed here and none was given")              \
+	X(INGOT_OUT_OF_MEMORY, 31, "memory for the workspace could not be had")                                           \
+	X(INGOT_IMAGE, 40, "a pack of code objects is missing, damaged or foreign")                                       \
+	X(INGOT_NO_DEVICE, 50, "there is no such device or no driver for it")                                             \
+	X(INGOT_DRIVER, 51, "the device's driver reported an error")                                                      \
 	X(INGOT_INTERNAL, 90, "a fault of the library")
 
 typedef enum ingot_status {
@@ -184,9 +184,13 @@ typedef enum ingot_position {
 	INGOT_POSITION_REUSE = 1,   /* stacked: the cumulative array also gives the starts */
 	INGOT_POSITION_ARRAY = 2    /* stacked: a second int32 array, [B] or [B+1] starts, in q_positions / k_positions */
 } ingot_position;
-typedef enum ingot_lse_layout { INGOT_LSE_HT = 0, INGOT_LSE_TH = 1 } ingot_lse_layout; /* [Hq,T] or [T,Hq], stacked Q only */
+typedef enum ingot_lse_layout {
+	INGOT_LSE_HT = 0,
+	INGOT_LSE_TH = 1
+} ingot_lse_layout; /* [Hq,T] or [T,Hq], stacked Q only */
 
-#define INGOT_SIDE(stacked, length, position) ((uint32_t)(stacked) | (uint32_t)(length) << 1 | (uint32_t)(position) << 3)
+#define INGOT_SIDE(stacked, length, position) \
+	((uint32_t)(stacked) | (uint32_t)(length) << 1 | (uint32_t)(position) << 3)
 #define INGOT_VARLEN(q_side, k_side, lse_layout) \
 	((uint32_t)(q_side) | (uint32_t)(k_side) << 8 | (uint32_t)(lse_layout) << 16)
 #define INGOT_VARLEN_NONE 0x0000u
@@ -332,8 +336,8 @@ typedef struct ingot_kv_append_params {
 	uint32_t varlen;
 	ingot_tensor k_new;
 	ingot_tensor v_new;
-	ingot_tensor k; /* written */
-	ingot_tensor v; /* written */
+	ingot_tensor k;         /* written */
+	ingot_tensor v;         /* written */
 	ingot_tensor k_descale; /* F32 [1] or [B,Hk]; 8-bit caches only; optional */
 	ingot_tensor v_descale;
 	ingot_tensor new_lengths;
@@ -385,51 +389,56 @@ enum { INGOT_TEXT = 0, INGOT_JSON = 1 }; /* format of an explanation */
  */
 #define INGOT_OPERATOR_LIST(X) X(attn_fwd) X(attn_bwd) X(attn_merge) X(kv_append) X(attn_dropout_mask)
 
-INGOT_API ingot_status ingot_attn_fwd(const ingot_attn_fwd_params *params, ingot_stream stream, const ingot_options *options);
+INGOT_API ingot_status ingot_attn_fwd(const ingot_attn_fwd_params *params, ingot_stream stream,
+                                      const ingot_options *options);
 INGOT_API ingot_status ingot_attn_fwd_workspace(const ingot_attn_fwd_params *params, ingot_stream stream,
                                                 const ingot_options *options, uint64_t *bytes);
 INGOT_API ingot_status ingot_attn_fwd_prepare(const ingot_attn_fwd_params *params, ingot_stream stream,
                                               const ingot_options *options);
 INGOT_API ingot_status ingot_attn_fwd_explain(const ingot_attn_fwd_params *params, ingot_stream stream,
-                                              const ingot_options *options, int32_t format, char *buffer, size_t capacity,
-                                              size_t *needed);
+                                              const ingot_options *options, int32_t format, char *buffer,
+                                              size_t capacity, size_t *needed);
 
-INGOT_API ingot_status ingot_attn_bwd(const ingot_attn_bwd_params *params, ingot_stream stream, const ingot_options *options);
+INGOT_API ingot_status ingot_attn_bwd(const ingot_attn_bwd_params *params, ingot_stream stream,
+                                      const ingot_options *options);
 INGOT_API ingot_status ingot_attn_bwd_workspace(const ingot_attn_bwd_params *params, ingot_stream stream,
                                                 const ingot_options *options, uint64_t *bytes);
 INGOT_API ingot_status ingot_attn_bwd_prepare(const ingot_attn_bwd_params *params, ingot_stream stream,
                                               const ingot_options *options);
 INGOT_API ingot_status ingot_attn_bwd_explain(const ingot_attn_bwd_params *params, ingot_stream stream,
-                                              const ingot_options *options, int32_t format, char *buffer, size_t capacity,
-                                              size_t *needed);
+                                              const ingot_options *options, int32_t format, char *buffer,
+                                              size_t capacity, size_t *needed);
 
-INGOT_API ingot_status ingot_attn_merge(const ingot_attn_merge_params *params, ingot_stream stream, const ingot_options *options);
+INGOT_API ingot_status ingot_attn_merge(const ingot_attn_merge_params *params, ingot_stream stream,
+                                        const ingot_options *options);
 INGOT_API ingot_status ingot_attn_merge_workspace(const ingot_attn_merge_params *params, ingot_stream stream,
                                                   const ingot_options *options, uint64_t *bytes);
 INGOT_API ingot_status ingot_attn_merge_prepare(const ingot_attn_merge_params *params, ingot_stream stream,
                                                 const ingot_options *options);
 INGOT_API ingot_status ingot_attn_merge_explain(const ingot_attn_merge_params *params, ingot_stream stream,
-                                                const ingot_options *options, int32_t format, char *buffer, size_t capacity,
-                                                size_t *needed);
+                                                const ingot_options *options, int32_t format, char *buffer,
+                                                size_t capacity, size_t *needed);
 
-INGOT_API ingot_status ingot_kv_append(const ingot_kv_append_params *params, ingot_stream stream, const ingot_options *options);
+INGOT_API ingot_status ingot_kv_append(const ingot_kv_append_params *params, ingot_stream stream,
+                                       const ingot_options *options);
 INGOT_API ingot_status ingot_kv_append_workspace(const ingot_kv_append_params *params, ingot_stream stream,
                                                  const ingot_options *options, uint64_t *bytes);
 INGOT_API ingot_status ingot_kv_append_prepare(const ingot_kv_append_params *params, ingot_stream stream,
                                                const ingot_options *options);
 INGOT_API ingot_status ingot_kv_append_explain(const ingot_kv_append_params *params, ingot_stream stream,
-                                               const ingot_options *options, int32_t format, char *buffer, size_t capacity,
-                                               size_t *needed);
+                                               const ingot_options *options, int32_t format, char *buffer,
+                                               size_t capacity, size_t *needed);
 
 INGOT_API ingot_status ingot_attn_dropout_mask(const ingot_attn_dropout_mask_params *params, ingot_stream stream,
                                                const ingot_options *options);
-INGOT_API ingot_status ingot_attn_dropout_mask_workspace(const ingot_attn_dropout_mask_params *params, ingot_stream stream,
-                                                         const ingot_options *options, uint64_t *bytes);
-INGOT_API ingot_status ingot_attn_dropout_mask_prepare(const ingot_attn_dropout_mask_params *params, ingot_stream stream,
-                                                       const ingot_options *options);
-INGOT_API ingot_status ingot_attn_dropout_mask_explain(const ingot_attn_dropout_mask_params *params, ingot_stream stream,
-                                                       const ingot_options *options, int32_t format, char *buffer,
-                                                       size_t capacity, size_t *needed);
+INGOT_API ingot_status ingot_attn_dropout_mask_workspace(const ingot_attn_dropout_mask_params *params,
+                                                         ingot_stream stream, const ingot_options *options,
+                                                         uint64_t *bytes);
+INGOT_API ingot_status ingot_attn_dropout_mask_prepare(const ingot_attn_dropout_mask_params *params,
+                                                       ingot_stream stream, const ingot_options *options);
+INGOT_API ingot_status ingot_attn_dropout_mask_explain(const ingot_attn_dropout_mask_params *params,
+                                                       ingot_stream stream, const ingot_options *options,
+                                                       int32_t format, char *buffer, size_t capacity, size_t *needed);
 
 /* One number over the choices this process would make on the stream's device: tables, packs and library. Ranks of one job
  * compare it to be sure that they choose alike. OK, NO_DEVICE; digest must not be NULL. */
@@ -440,19 +449,31 @@ INGOT_API ingot_status ingot_selection_digest(ingot_stream stream, uint64_t *dig
 
 /* One implementation of the library's list. Strings are the library's, valid for ever. since 0.1 */
 typedef struct ingot_implementation {
-	const char *name;           /* "attn_fwd_avx512" */
-	const char *family;         /* "x86", "reference" */
-	const char *operator_name;  /* "attn_fwd" */
-	const char *arch;           /* architecture it is built for, "" = any */
-	const char *const *variants; /* variant_count names */
+	const char *name;          /* "attn_fwd_avx512" */
+	const char *family;        /* "x86", "reference" */
+	const char *operator_name; /* "attn_fwd" */
+	const char *arch;          /* architecture it is built for, "" = any */
 	int32_t variant_count;
 	int32_t device_type; /* ingot_device_type */
 	int32_t available;   /* 1: this machine can run it */
 	int32_t reserved;
 } ingot_implementation;
 
+/* One variant of an implementation. On a GPU it is an image: `ingot build` compiles the implementation's file with `defines`
+ * and accepts at most spill_bytes of register spills; the image holds the kernels, a NULL-terminated list. On a CPU defines is
+ * "" and kernels NULL. Strings are the library's, valid for ever. since 0.1 */
+typedef struct ingot_variant {
+	const char *name; /* "bf16_d128_plain" */
+	const char *defines;
+	const char *const *kernels;
+	uint32_t spill_bytes;
+	uint32_t reserved;
+} ingot_variant;
+
 /* Implementation `index`, from 0; INGOT_NOT_FOUND past the last. The order is fixed in one build. since 0.1 */
 INGOT_API ingot_status ingot_implementation_get(int32_t index, ingot_implementation *implementation);
+/* Variant `variant`, from 0, of implementation `index`; INGOT_NOT_FOUND past the last. since 0.1 */
+INGOT_API ingot_status ingot_variant_get(int32_t index, int32_t variant, ingot_variant *out);
 
 /* Architecture ("avx512_bf16") and concrete processor or GPU ("intel_6_207") of the stream's device, cut to capacity, and
  * how many threads a CPU call uses (1 on a GPU). since 0.1 */

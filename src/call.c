@@ -45,6 +45,7 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 	const ingot__device *device;
 	ingot__choice choice;
 	ingot__plan plan;
+	ingot__functions functions;
 	ingot_status s;
 
 	ingot__error_begin(function);
@@ -56,7 +57,7 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 	const int threads = options.num_threads ? options.num_threads : device->threads;
 	uint64_t bytes = 0;
 	if (choice.impl) {
-		memset(&plan, 0, sizeof plan);
+		memset(&plan, 0, offsetof(ingot__plan, arguments));
 		plan.variant = choice.variant;
 		choice.impl->plan(&problem, device, threads, &plan);
 		bytes = ingot__launch_bytes(&plan, device, threads);
@@ -72,30 +73,32 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 		*a->bytes = bytes;
 		return INGOT_OK;
 	}
-	if ((s = ingot__image_load(&choice, device, &options))) return s;
+	if ((s = ingot__image_load(&choice, &plan, device, &options, &functions))) return s;
 	if (ingot__log_wants(4))
 		ingot__log(4, "%s: %s/%s:%s (%s), %d threads", function, choice.impl->family, choice.impl->name,
-		           choice.impl->variants[choice.variant], choice.because, threads);
+		           ingot__variant_name(choice.impl, choice.variant), choice.because, threads);
 	if (v == PREPARE) return INGOT_OK;
-	return ingot__launch(&problem, device, &options, stream, &plan, threads);
+	return ingot__launch(&problem, device, &options, stream, &plan, &functions, threads);
 }
 
-#define VERBS(op, OP)                                                                                                          \
-	ingot_status ingot_##op(const ingot_##op##_params *params, ingot_stream stream, const ingot_options *options) {            \
-		return run("ingot_" #op, INGOT__##OP, RUN, params, stream, options, NULL);                                             \
-	}                                                                                                                          \
-	ingot_status ingot_##op##_workspace(const ingot_##op##_params *params, ingot_stream stream, const ingot_options *options,  \
-	                                    uint64_t *bytes) {                                                                     \
-		const answer a = {.bytes = bytes};                                                                                     \
-		return run("ingot_" #op "_workspace", INGOT__##OP, WORKSPACE, params, stream, options, &a);                            \
-	}                                                                                                                          \
-	ingot_status ingot_##op##_prepare(const ingot_##op##_params *params, ingot_stream stream, const ingot_options *options) {  \
-		return run("ingot_" #op "_prepare", INGOT__##OP, PREPARE, params, stream, options, NULL);                              \
-	}                                                                                                                          \
-	ingot_status ingot_##op##_explain(const ingot_##op##_params *params, ingot_stream stream, const ingot_options *options,    \
-	                                  int32_t format, char *buffer, size_t capacity, size_t *needed) {                         \
-		const answer a = {.format = format, .buffer = buffer, .capacity = capacity, .needed = needed};                         \
-		return run("ingot_" #op "_explain", INGOT__##OP, EXPLAIN, params, stream, options, &a);                                \
+#define VERBS(op, OP)                                                                                               \
+	ingot_status ingot_##op(const ingot_##op##_params *params, ingot_stream stream, const ingot_options *options) { \
+		return run("ingot_" #op, INGOT__##OP, RUN, params, stream, options, NULL);                                  \
+	}                                                                                                               \
+	ingot_status ingot_##op##_workspace(const ingot_##op##_params *params, ingot_stream stream,                     \
+	                                    const ingot_options *options, uint64_t *bytes) {                            \
+		const answer a = {.bytes = bytes};                                                                          \
+		return run("ingot_" #op "_workspace", INGOT__##OP, WORKSPACE, params, stream, options, &a);                 \
+	}                                                                                                               \
+	ingot_status ingot_##op##_prepare(const ingot_##op##_params *params, ingot_stream stream,                       \
+	                                  const ingot_options *options) {                                               \
+		return run("ingot_" #op "_prepare", INGOT__##OP, PREPARE, params, stream, options, NULL);                   \
+	}                                                                                                               \
+	ingot_status ingot_##op##_explain(const ingot_##op##_params *params, ingot_stream stream,                       \
+	                                  const ingot_options *options, int32_t format, char *buffer, size_t capacity,  \
+	                                  size_t *needed) {                                                             \
+		const answer a = {.format = format, .buffer = buffer, .capacity = capacity, .needed = needed};              \
+		return run("ingot_" #op "_explain", INGOT__##OP, EXPLAIN, params, stream, options, &a);                     \
 	}
 
 VERBS(attn_fwd, ATTN_FWD)
@@ -117,26 +120,48 @@ ingot_status ingot_selection_digest(ingot_stream stream, uint64_t *digest) {
 }
 
 ingot_status ingot_implementation_get(int32_t index, ingot_implementation *out) {
-	static const char *const operator_names[INGOT__OPERATORS] = {"attn_fwd", "attn_bwd", "attn_merge", "kv_append", "attn_dropout_mask"};
+	static const char *const operator_names[INGOT__OPERATORS] = {"attn_fwd", "attn_bwd", "attn_merge", "kv_append",
+	                                                             "attn_dropout_mask"};
 	ingot__error_begin("ingot_implementation_get");
 	if (!out) return ingot__fail(INGOT_INVALID, "implementation is NULL");
 	if (index < 0 || index >= ingot__impl_count)
-		return ingot__fail(INGOT_NOT_FOUND, "index is %d; this library has %d implementations", index, ingot__impl_count);
+		return ingot__fail(INGOT_NOT_FOUND, "index is %d; this library has %d implementations", index,
+		                   ingot__impl_count);
 	const ingot__impl *const impl = ingot__impls[index];
 	const ingot__device *device;
 	const ingot_stream stream = {.type = impl->device};
 	const bool available = ingot__device_get(stream, &device) == INGOT_OK && ingot__device_runs(device, impl->arch);
 	ingot__error_begin("ingot_implementation_get");
-	*out = (ingot_implementation){impl->name, impl->family, operator_names[impl->op], impl->arch, impl->variants, impl->variant_count,
-	                              impl->device, available, 0};
+	*out = (ingot_implementation){
+		impl->name, impl->family, operator_names[impl->op], impl->arch, impl->variant_count, impl->device, available,
+		0};
 	return INGOT_OK;
 }
 
-ingot_status ingot_device_describe(ingot_stream stream, char *arch, size_t arch_capacity, char *model, size_t model_capacity,
-                                   int32_t *threads) {
+ingot_status ingot_variant_get(int32_t index, int32_t variant, ingot_variant *out) {
+	ingot__error_begin("ingot_variant_get");
+	if (!out) return ingot__fail(INGOT_INVALID, "out is NULL");
+	if (index < 0 || index >= ingot__impl_count)
+		return ingot__fail(INGOT_NOT_FOUND, "index is %d; this library has %d implementations", index,
+		                   ingot__impl_count);
+	const ingot__impl *const impl = ingot__impls[index];
+	if (variant < 0 || variant >= impl->variant_count)
+		return ingot__fail(INGOT_NOT_FOUND, "variant is %d; %s has %d", variant, impl->name, impl->variant_count);
+	*out = (ingot_variant){.name = ingot__variant_name(impl, variant), .defines = ""};
+	if (impl->images) {
+		out->defines = impl->images[variant].defines;
+		out->spill_bytes = impl->images[variant].spill_bytes;
+		out->kernels = impl->kernels;
+	}
+	return INGOT_OK;
+}
+
+ingot_status ingot_device_describe(ingot_stream stream, char *arch, size_t arch_capacity, char *model,
+                                   size_t model_capacity, int32_t *threads) {
 	ingot__error_begin("ingot_device_describe");
 	if ((!arch && arch_capacity) || (!model && model_capacity))
-		return ingot__fail(INGOT_INVALID, "%s is NULL but its capacity is not 0", !arch && arch_capacity ? "arch" : "model");
+		return ingot__fail(INGOT_INVALID, "%s is NULL but its capacity is not 0",
+		                   !arch && arch_capacity ? "arch" : "model");
 	const ingot__device *device;
 	ingot_status s = ingot__device_get(stream, &device);
 	if (s) return s;

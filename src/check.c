@@ -16,8 +16,9 @@ static const ingot__operator_def *const operators[INGOT__OPERATORS] = {
 	[INGOT__ATTN_DROPOUT_MASK] = &ingot__attn_dropout_mask_def,
 };
 
-static const char *const dtype_names[] = {"INGOT_NONE", "INGOT_F32", "INGOT_F16", "INGOT_BF16", "INGOT_F8_E4M3", "INGOT_F8_E5M2",
-                                          "INGOT_F8_E4M3_FNUZ", "INGOT_F8_E5M2_FNUZ", "INGOT_I32", "INGOT_I64", "INGOT_U64", "INGOT_BOOL"};
+static const char *const dtype_names[] = {"INGOT_NONE",    "INGOT_F32",     "INGOT_F16",          "INGOT_BF16",
+                                          "INGOT_F8_E4M3", "INGOT_F8_E5M2", "INGOT_F8_E4M3_FNUZ", "INGOT_F8_E5M2_FNUZ",
+                                          "INGOT_I32",     "INGOT_I64",     "INGOT_U64",          "INGOT_BOOL"};
 static const uint8_t dtype_sizes[] = {0, 4, 2, 2, 1, 1, 1, 1, 4, 8, 8, 1};
 enum { DTYPES = sizeof dtype_sizes };
 
@@ -30,16 +31,19 @@ static ingot_status adopt(void *own, size_t size, size_t first_size, const void 
 	if (!given) return ingot__fail(INGOT_INVALID, "%s is NULL", what);
 	memcpy(&given_size, given, sizeof given_size);
 	if (given_size < first_size)
-		return ingot__fail(INGOT_INVALID, "%s.struct_size is %u; set it to sizeof the struct, at least %zu", what, given_size, first_size);
+		return ingot__fail(INGOT_INVALID, "%s.struct_size is %u; set it to sizeof the struct, at least %zu", what,
+		                   given_size, first_size);
 	if (given_size > LARGEST_STRUCT)
-		return ingot__fail(INGOT_VERSION_MISMATCH, "%s.struct_size is %u; this library's struct has %zu bytes and none has over %d",
-		                   what, given_size, size, LARGEST_STRUCT);
+		return ingot__fail(INGOT_VERSION_MISMATCH,
+		                   "%s.struct_size is %u; this library's struct has %zu bytes and none has over %d", what,
+		                   given_size, size, LARGEST_STRUCT);
 	const unsigned char *bytes = given;
 	for (size_t i = size; i < given_size; i++)
 		if (bytes[i])
-			return ingot__fail(INGOT_VERSION_MISMATCH,
-			                   "%s has a non-zero byte at offset %zu; library %s knows %zu bytes, later fields must be 0", what, i,
-			                   ingot_version_string(), size);
+			return ingot__fail(
+				INGOT_VERSION_MISMATCH,
+				"%s has a non-zero byte at offset %zu; library %s knows %zu bytes, later fields must be 0", what, i,
+				ingot_version_string(), size);
 	const size_t known = given_size < size ? given_size : size;
 	memcpy(own, given, known);
 	memset((char *)own + known, 0, size - known);
@@ -55,9 +59,11 @@ ingot_status ingot__check_options(const ingot_options *given, ingot_options *o) 
 	ingot_status s = adopt(o, sizeof *o, FIRST_SIZE, given, "options");
 	if (s) return s;
 	const uint32_t known = INGOT_DETERMINISTIC | INGOT_BATCH_INVARIANT | INGOT_STRICT;
-	if (o->flags & ~known) return ingot__fail(INGOT_INVALID, "options.flags is 0x%x; allowed are the bits 0x%x", o->flags, known);
+	if (o->flags & ~known)
+		return ingot__fail(INGOT_INVALID, "options.flags is 0x%x; allowed are the bits 0x%x", o->flags, known);
 	if (!o->alloc != !o->free)
-		return ingot__fail(INGOT_INVALID, "options.%s is NULL; alloc and free are given both or neither", o->alloc ? "free" : "alloc");
+		return ingot__fail(INGOT_INVALID, "options.%s is NULL; alloc and free are given both or neither",
+		                   o->alloc ? "free" : "alloc");
 	if (!o->workspace && o->workspace_size)
 		return ingot__fail(INGOT_INVALID, "options.workspace is NULL but workspace_size is %llu; give both or neither",
 		                   (unsigned long long)o->workspace_size);
@@ -78,13 +84,15 @@ static ingot_status bad_dtype(const char *name, int32_t dtype, unsigned allowed)
 		}
 	if (dtype < 0 || dtype >= DTYPES)
 		return ingot__fail(INGOT_INVALID, "%s.dtype is %d, which is no dtype; allowed are %s", name, dtype, list);
-	return ingot__fail(INGOT_INVALID, "%s.dtype is %s; allowed are %s", name, dtype_names[dtype] + sizeof "INGOT_" - 1, list);
+	return ingot__fail(INGOT_INVALID, "%s.dtype is %s; allowed are %s", name, dtype_names[dtype] + sizeof "INGOT_" - 1,
+	                   list);
 }
 
 /* A tensor by itself. On OK, strides of axes of extent <= 1 and everything past ndim are 0. */
 static ingot_status check_tensor(const char *name, const ingot__field *f, bool data_read, ingot_tensor *t) {
 	if (t->dtype == INGOT_NONE) {
-		if (f->flags & INGOT__REQUIRED) return ingot__fail(INGOT_INVALID, "%s is absent (dtype NONE); it is required", name);
+		if (f->flags & INGOT__REQUIRED)
+			return ingot__fail(INGOT_INVALID, "%s is absent (dtype NONE); it is required", name);
 		memset(t, 0, sizeof *t);
 		return INGOT_OK;
 	}
@@ -92,7 +100,8 @@ static ingot_status check_tensor(const char *name, const ingot__field *f, bool d
 	if (t->ndim < 1 || t->ndim > 5 || !(f->ranks >> t->ndim & 1)) {
 		char list[32] = "";
 		for (int n = 1; n <= 5; n++)
-			if (f->ranks >> n & 1) snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d", *list ? " or " : "", n);
+			if (f->ranks >> n & 1)
+				snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d", *list ? " or " : "", n);
 		return ingot__fail(INGOT_INVALID, "%s.ndim is %d; it must be %s", name, t->ndim, list);
 	}
 	const int size = dtype_sizes[t->dtype];
@@ -100,21 +109,25 @@ static ingot_status check_tensor(const char *name, const ingot__field *f, bool d
 	int64_t reach = 1;
 	for (int a = 0; a < t->ndim; a++) {
 		if (t->shape[a] < 0 || t->shape[a] > INT32_MAX)
-			return ingot__fail(INGOT_INVALID, "%s.shape[%d] is %lld; allowed are 0 to 2147483647", name, a, (long long)t->shape[a]);
+			return ingot__fail(INGOT_INVALID, "%s.shape[%d] is %lld; allowed are 0 to 2147483647", name, a,
+			                   (long long)t->shape[a]);
 		if (t->shape[a] == 0) empty = true;
 		if (t->shape[a] <= 1) {
 			t->stride[a] = 0;
 			continue;
 		}
 		if (t->stride[a] < 0)
-			return ingot__fail(INGOT_INVALID, "%s.stride[%d] is %lld; strides must be >= 0", name, a, (long long)t->stride[a]);
+			return ingot__fail(INGOT_INVALID, "%s.stride[%d] is %lld; strides must be >= 0", name, a,
+			                   (long long)t->stride[a]);
 		if ((f->flags & INGOT__OUTPUT) && t->stride[a] == 0)
-			return ingot__fail(INGOT_INVALID, "%s.stride[%d] is 0 on an axis of extent %lld; an output's elements must be distinct", name,
-			                   a, (long long)t->shape[a]);
+			return ingot__fail(INGOT_INVALID,
+			                   "%s.stride[%d] is 0 on an axis of extent %lld; an output's elements must be distinct",
+			                   name, a, (long long)t->shape[a]);
 		int64_t step;
-		if (__builtin_mul_overflow(t->shape[a] - 1, t->stride[a], &step) || __builtin_add_overflow(reach, step, &reach) ||
-		    reach > INT64_MAX / 16)
-			return ingot__fail(INGOT_INVALID, "%s.stride[%d] is %lld; with extent %lld the tensor leaves the address space", name, a,
+		if (__builtin_mul_overflow(t->shape[a] - 1, t->stride[a], &step) ||
+		    __builtin_add_overflow(reach, step, &reach) || reach > INT64_MAX / 16)
+			return ingot__fail(INGOT_INVALID,
+			                   "%s.stride[%d] is %lld; with extent %lld the tensor leaves the address space", name, a,
 			                   (long long)t->stride[a], (long long)t->shape[a]);
 	}
 	const int last = t->ndim - 1;
@@ -123,13 +136,16 @@ static ingot_status check_tensor(const char *name, const ingot__field *f, bool d
 			return ingot__fail(INGOT_INVALID, "%s.stride[%d] is %lld; the last axis must have stride 1", name, last,
 			                   (long long)t->stride[last]);
 		if ((f->flags & INGOT__LAST_01) && t->stride[last] > 1)
-			return ingot__fail(INGOT_INVALID, "%s.stride[%d] is %lld; the last axis must have stride 1, or 0 to broadcast", name, last,
+			return ingot__fail(INGOT_INVALID,
+			                   "%s.stride[%d] is %lld; the last axis must have stride 1, or 0 to broadcast", name, last,
 			                   (long long)t->stride[last]);
 	}
 	for (int a = t->ndim; a < 5; a++) t->shape[a] = t->stride[a] = 0;
-	if (data_read && !empty && !t->data) return ingot__fail(INGOT_INVALID, "%s.data is NULL; the tensor has elements", name);
+	if (data_read && !empty && !t->data)
+		return ingot__fail(INGOT_INVALID, "%s.data is NULL; the tensor has elements", name);
 	if (!empty && size > 1 && (uintptr_t)t->data % (unsigned)size)
-		return ingot__fail(INGOT_INVALID, "%s.data is %p; it must be aligned to the element's %d bytes", name, t->data, size);
+		return ingot__fail(INGOT_INVALID, "%s.data is %p; it must be aligned to the element's %d bytes", name, t->data,
+		                   size);
 	return INGOT_OK;
 }
 

@@ -14,7 +14,8 @@
 #include "support/error.h"
 #include "support/log.h"
 
-static const char *const operator_names[INGOT__OPERATORS] = {"attn_fwd", "attn_bwd", "attn_merge", "kv_append", "attn_dropout_mask"};
+static const char *const operator_names[INGOT__OPERATORS] = {"attn_fwd", "attn_bwd", "attn_merge", "kv_append",
+                                                             "attn_dropout_mask"};
 
 /* ---- the rows: built in, overlaid by INGOT_TUNING_PATH ------------------------------------------------------------- */
 
@@ -76,7 +77,8 @@ static void overlay(const char *path) {
 	const int own = count;
 	qsort(merged, (size_t)own, sizeof *merged, compare_rows);
 	for (int i = 0; i < ingot__row_count; i++)
-		if (!bsearch(&ingot__rows[i], merged, (size_t)own, sizeof *merged, compare_rows)) merged[count++] = ingot__rows[i];
+		if (!bsearch(&ingot__rows[i], merged, (size_t)own, sizeof *merged, compare_rows))
+			merged[count++] = ingot__rows[i];
 	qsort(merged, (size_t)count, sizeof *merged, compare_rows);
 	rows_in_use = (table){merged, count};
 	ingot__log(3, "INGOT_TUNING_PATH: %d rows of %s", own, path);
@@ -114,7 +116,8 @@ static int distance(const ingot__bucket *a, const ingot__bucket *b) {
 	const int q = abs(a->q - b->q), k = abs(a->k - b->k), bh = abs(a->bh - b->bh);
 	/* one query row is another regime than many, whatever the logarithm says */
 	const int regime = ((a->q <= 0) != (b->q <= 0)) * 12;
-	return head / 8 + value / 8 + 4 * q + 3 * k + 2 * bh + regime + 8 * (a->mask != b->mask) + 16 * (a->features != b->features);
+	return head / 8 + value / 8 + 4 * q + 3 * k + 2 * bh + regime + 8 * (a->mask != b->mask) +
+	       16 * (a->features != b->features);
 }
 
 /* The rows of the bucket nearest to b: [*first, *last). */
@@ -159,7 +162,9 @@ static evidence gather(const ingot__impl *impl, const ingot__device *device) {
 	for (int generation = 0; *arch; arch = ingot__arch_parent(arch), generation++) {
 		for (int i = 0; i < t->count; i++) {
 			const ingot__row *r = &t->rows[i];
-			if (strcmp(r->implementation, impl->name) || (strcmp(r->arch, arch) && (generation || strcmp(r->arch, device->model)))) continue;
+			if (strcmp(r->implementation, impl->name) ||
+			    (strcmp(r->arch, arch) && (generation || strcmp(r->arch, device->model))))
+				continue;
 			if (row_is_stale(r)) e.stale = true;
 			else if (r->cases > e.cases) e.cases = r->cases;
 		}
@@ -207,7 +212,8 @@ static bool split(const char *backend, forced *f) {
 	memset(f, 0, sizeof *f);
 	const char *slash = strchr(backend, '/'), *name = slash ? slash + 1 : backend, *colon = strchr(name, ':');
 	const size_t family = slash ? (size_t)(slash - backend) : 0, length = colon ? (size_t)(colon - name) : strlen(name);
-	if (family >= sizeof f->family || length >= sizeof f->name || (colon && strlen(colon + 1) >= sizeof f->variant)) return false;
+	if (family >= sizeof f->family || length >= sizeof f->name || (colon && strlen(colon + 1) >= sizeof f->variant))
+		return false;
 	memcpy(f->family, backend, family);
 	memcpy(f->name, name, length);
 	if (colon) strcpy(f->variant, colon + 1);
@@ -234,7 +240,8 @@ static void add_figures(const ingot__problem *problem, const ingot__device *devi
 	const char *op = operator_names[problem->op], *arch = device->model;
 	int first = 0, last = 0;
 	nearest(t, op, arch, &bucket, &first, &last);
-	for (arch = device->arch; first == last && *arch; arch = ingot__arch_parent(arch)) nearest(t, op, arch, &bucket, &first, &last);
+	for (arch = device->arch; first == last && *arch; arch = ingot__arch_parent(arch))
+		nearest(t, op, arch, &bucket, &first, &last);
 	for (int i = first; i < last; i++)
 		for (int c = 0; c < choice->candidates; c++) {
 			ingot__candidate *x = &choice->candidate[c];
@@ -254,7 +261,8 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 	choice->candidates = 0;
 	const bool force = *backend;
 	if (force && !split(backend, &f))
-		return ingot__fail(INGOT_NOT_FOUND, "options.backend is longer than any name; `ingot list` shows what there is");
+		return ingot__fail(INGOT_NOT_FOUND,
+		                   "options.backend is longer than any name; `ingot list` shows what there is");
 	const evidence *proof = evidence_of(device);
 	bool named = false;
 	int able = 0;
@@ -276,13 +284,15 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 		}
 		if (!ingot__device_runs(device, impl->arch)) c->refusal = "this device lacks the instructions it is built for";
 		else c->refusal = impl->refuse(problem, device, &c->variant);
-		if (!c->refusal && force && *f.variant && strcmp(f.variant, impl->variants[c->variant]))
+		if (!c->refusal && force && *f.variant && strcmp(f.variant, ingot__variant_name(impl, c->variant)))
 			c->refusal = "the forced variant is not the one that runs this problem";
 		if (!c->refusal) able++;
 	}
 	if (force && !named)
-		return ingot__fail(INGOT_NOT_FOUND, "options.backend is \"%.80s\"; no implementation of %s on this device has that name or family",
-		                   backend, operator_names[problem->op]);
+		return ingot__fail(
+			INGOT_NOT_FOUND,
+			"options.backend is \"%.80s\"; no implementation of %s on this device has that name or family", backend,
+			operator_names[problem->op]);
 	if (able > 1 || (options->flags & INGOT_STRICT) || ingot__log_wants(3)) add_figures(problem, device, choice);
 	const ingot__candidate *best = NULL;
 	for (int c = 0; c < choice->candidates; c++) {
@@ -291,18 +301,25 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 	}
 	if (!best) {
 		const ingot__candidate *last = choice->candidates ? &choice->candidate[choice->candidates - 1] : NULL;
-		if (!last) return ingot__fail(INGOT_UNSUPPORTED, "no implementation of %s is built for this device", operator_names[problem->op]);
-		return ingot__fail(INGOT_UNSUPPORTED, "%s%s%s cannot run this call: %s", force ? "the forced " : "", last->impl->family,
-		                   choice->candidates > 1 ? " and every other candidate" : "", last->refusal);
+		if (!last)
+			return ingot__fail(INGOT_UNSUPPORTED, "no implementation of %s is built for this device",
+			                   operator_names[problem->op]);
+		return ingot__fail(INGOT_UNSUPPORTED, "%s%s%s cannot run this call: %s", force ? "the forced " : "",
+		                   last->impl->family, choice->candidates > 1 ? " and every other candidate" : "",
+		                   last->refusal);
 	}
 	choice->impl = best->impl;
 	choice->variant = best->variant;
 	choice->verified = best->verified;
-	choice->because = force ? "forced" : able == 1 ? "the only one that can run it" : best->row ? best->verified ? "measured fastest" :
-	                  "measured fastest, not verified on this device" : best->verified ? "verified, not measured" : "by rank, not verified";
+	choice->because = force       ? "forced"
+	                  : able == 1 ? "the only one that can run it"
+	                  : best->row
+	                      ? best->verified ? "measured fastest" : "measured fastest, not verified on this device"
+	                  : best->verified ? "verified, not measured"
+	                                   : "by rank, not verified";
 	if ((options->flags & INGOT_STRICT) && !best->verified)
-		return ingot__fail(INGOT_DEGRADED, "strict: the best candidate %s/%s is not verified on %s", best->impl->family, best->impl->name,
-		                   device->arch);
+		return ingot__fail(INGOT_DEGRADED, "strict: the best candidate %s/%s is not verified on %s", best->impl->family,
+		                   best->impl->name, device->arch);
 	return INGOT_OK;
 }
 

@@ -4,10 +4,11 @@
 #include "pipeline.h"
 #include "support/text.h"
 
-static const char *const operator_names[INGOT__OPERATORS] = {"attn_fwd", "attn_bwd", "attn_merge", "kv_append", "attn_dropout_mask"};
+static const char *const operator_names[INGOT__OPERATORS] = {"attn_fwd", "attn_bwd", "attn_merge", "kv_append",
+                                                             "attn_dropout_mask"};
 
-static void as_text(ingot__text *t, const ingot__problem *p, const ingot__device *d, const ingot__choice *c, const ingot__plan *plan,
-                    uint64_t workspace, const char *bucket) {
+static void as_text(ingot__text *t, const ingot__problem *p, const ingot__device *d, const ingot__choice *c,
+                    const ingot__plan *plan, uint64_t workspace, const char *bucket) {
 	ingot__text_add(t, "%s on %s (%s), bucket %s\n", operator_names[p->op], d->arch, d->model, bucket);
 	for (int i = 0; i < c->candidates; i++) {
 		const ingot__candidate *x = &c->candidate[i];
@@ -17,7 +18,7 @@ static void as_text(ingot__text *t, const ingot__problem *p, const ingot__device
 			ingot__text_add(t, ": refused: %s\n", x->refusal);
 			continue;
 		}
-		ingot__text_add(t, ":%s: ", x->impl->variants[x->variant]);
+		ingot__text_add(t, ":%s: ", ingot__variant_name(x->impl, x->variant));
 		if (x->row) {
 			char at[128];
 			ingot__bucket_text(&x->row->bucket, at, sizeof at);
@@ -32,9 +33,10 @@ static void as_text(ingot__text *t, const ingot__problem *p, const ingot__device
 		ingot__text_add(t, "none: %s\n", ingot_last_error());
 		return;
 	}
-	ingot__text_add(t, "runs %s/%s:%s (%s), workspace %llu bytes, steps", c->impl->family, c->impl->name, c->impl->variants[c->variant],
-	                c->because, (unsigned long long)workspace);
-	for (int i = 0; i < plan->steps; i++) ingot__text_add(t, "%s %s x%lld", i ? "," : "", plan->step[i].name, (long long)plan->step[i].tasks);
+	ingot__text_add(t, "runs %s/%s:%s (%s), workspace %llu bytes, steps", c->impl->family, c->impl->name,
+	                ingot__variant_name(c->impl, c->variant), c->because, (unsigned long long)workspace);
+	for (int i = 0; i < plan->steps; i++)
+		ingot__text_add(t, "%s %s x%lld", i ? "," : "", plan->step[i].name, (long long)plan->step[i].tasks);
 	ingot__text_add(t, "%s\n", plan->steps ? "" : " none: nothing to write");
 }
 
@@ -43,8 +45,8 @@ static void key(ingot__text *t, const char *name, const char *value) {
 	ingot__text_add_json(t, value);
 }
 
-static void as_json(ingot__text *t, const ingot__problem *p, const ingot__device *d, const ingot__choice *c, const ingot__plan *plan,
-                    uint64_t workspace, const char *bucket) {
+static void as_json(ingot__text *t, const ingot__problem *p, const ingot__device *d, const ingot__choice *c,
+                    const ingot__plan *plan, uint64_t workspace, const char *bucket) {
 	ingot__text_add(t, "{");
 	key(t, "operator", operator_names[p->op]);
 	ingot__text_add(t, ",");
@@ -62,14 +64,16 @@ static void as_json(ingot__text *t, const ingot__problem *p, const ingot__device
 		key(t, "family", x->impl->family);
 		ingot__text_add(t, ",");
 		key(t, "digest", ingot__impl_digest(x->impl->name));
-		ingot__text_add(t, ",\"verified\":%s,\"stale\":%s,\"inherited\":%s,\"cases\":%d,", x->verified ? "true" : "false",
-		                x->stale ? "true" : "false", x->inherited ? "true" : "false", x->cases);
+		ingot__text_add(t, ",\"verified\":%s,\"stale\":%s,\"inherited\":%s,\"cases\":%d,",
+		                x->verified ? "true" : "false", x->stale ? "true" : "false", x->inherited ? "true" : "false",
+		                x->cases);
 		if (x->refusal) key(t, "refusal", x->refusal);
-		else key(t, "variant", x->impl->variants[x->variant]);
+		else key(t, "variant", ingot__variant_name(x->impl, x->variant));
 		if (x->row) {
 			char at[128];
 			ingot__bucket_text(&x->row->bucket, at, sizeof at);
-			ingot__text_add(t, ",\"microseconds\":%.3f,\"error_ratio\":%.3f,", (double)x->row->microseconds, (double)x->row->error_ratio);
+			ingot__text_add(t, ",\"microseconds\":%.3f,\"error_ratio\":%.3f,", (double)x->row->microseconds,
+			                (double)x->row->error_ratio);
 			key(t, "measured_bucket", at);
 			ingot__text_add(t, ",");
 			key(t, "measured_on", x->row->device);
@@ -88,7 +92,7 @@ static void as_json(ingot__text *t, const ingot__problem *p, const ingot__device
 	ingot__text_add(t, ",");
 	key(t, "family", c->impl->family);
 	ingot__text_add(t, ",");
-	key(t, "variant", c->impl->variants[c->variant]);
+	key(t, "variant", ingot__variant_name(c->impl, c->variant));
 	ingot__text_add(t, "},");
 	key(t, "because", c->because);
 	ingot__text_add(t, ",\"workspace\":%llu,\"steps\":[", (unsigned long long)workspace);
@@ -101,7 +105,8 @@ static void as_json(ingot__text *t, const ingot__problem *p, const ingot__device
 }
 
 void ingot__explain(const ingot__problem *problem, const ingot__device *device, const ingot__choice *choice,
-                    const ingot__plan *plan, uint64_t workspace, int32_t format, char *buffer, size_t capacity, size_t *needed) {
+                    const ingot__plan *plan, uint64_t workspace, int32_t format, char *buffer, size_t capacity,
+                    size_t *needed) {
 	ingot__text t = {buffer, capacity, 0};
 	ingot__bucket b;
 	char bucket[128];

@@ -73,7 +73,8 @@ static block *take(uint64_t size) {
 static void put(block *b) {
 	for (int i = 0; i < KEPT; i++) {
 		block *empty = NULL;
-		if (atomic_compare_exchange_strong_explicit(&kept[i], &empty, b, memory_order_acq_rel, memory_order_relaxed)) return;
+		if (atomic_compare_exchange_strong_explicit(&kept[i], &empty, b, memory_order_acq_rel, memory_order_relaxed))
+			return;
 	}
 	free(b);
 }
@@ -104,12 +105,17 @@ static void run_lane_of_caller(void *argument, int64_t lane) {
 	run_lane(argument, (int)lane);
 }
 
-static void run_steps(const ingot__problem *problem, const ingot_options *options, const ingot__plan *plan, int threads, void *memory) {
+static void run_steps(const ingot__problem *problem, const ingot_options *options, const ingot__plan *plan, int threads,
+                      void *memory) {
 	for (int i = 0; i < plan->steps; i++) {
 		const ingot__step *const step = &plan->step[i];
 		if (step->tasks <= 0) continue;
-		job j = {.problem = problem, .plan = plan, .step = step, .workspace = memory,
-		         .scratch = (char *)memory + round_up(plan->workspace_bytes), .scratch_stride = round_up(plan->scratch_bytes)};
+		job j = {.problem = problem,
+		         .plan = plan,
+		         .step = step,
+		         .workspace = memory,
+		         .scratch = (char *)memory + round_up(plan->workspace_bytes),
+		         .scratch_stride = round_up(plan->scratch_bytes)};
 		atomic_init(&j.next, 0);
 		const int lanes = step_lanes(step, threads);
 		if (lanes == 1) run_lane(&j, 0);
@@ -119,9 +125,11 @@ static void run_steps(const ingot__problem *problem, const ingot_options *option
 }
 
 ingot_status ingot__launch(const ingot__problem *problem, const ingot__device *device, const ingot_options *options,
-                           ingot_stream stream, const ingot__plan *plan, int threads) {
+                           ingot_stream stream, ingot__plan *plan, const ingot__functions *functions, int threads) {
 	(void)stream;
-	if (device->type != INGOT_CPU) return ingot__fail(INGOT_NO_DEVICE, "this build of the library launches on CPUs only");
+	(void)functions;
+	if (device->type != INGOT_CPU)
+		return ingot__fail(INGOT_NO_DEVICE, "this build of the library launches on CPUs only");
 	const uint64_t bytes = ingot__launch_bytes(plan, device, threads);
 	if (options->workspace) {
 		if (options->workspace_size < bytes)
@@ -136,17 +144,20 @@ ingot_status ingot__launch(const ingot__problem *problem, const ingot__device *d
 	}
 	if (options->alloc) {
 		void *memory = options->alloc(options->alloc_context, bytes);
-		if (!memory) return ingot__fail(INGOT_OUT_OF_MEMORY, "options.alloc gave no %llu bytes", (unsigned long long)bytes);
+		if (!memory)
+			return ingot__fail(INGOT_OUT_OF_MEMORY, "options.alloc gave no %llu bytes", (unsigned long long)bytes);
 		if ((uintptr_t)memory % ALIGNMENT) {
 			options->free(options->alloc_context, memory);
-			return ingot__fail(INGOT_INVALID, "options.alloc gave %p; memory must be aligned to %d bytes", memory, ALIGNMENT);
+			return ingot__fail(INGOT_INVALID, "options.alloc gave %p; memory must be aligned to %d bytes", memory,
+			                   ALIGNMENT);
 		}
 		run_steps(problem, options, plan, threads, memory);
 		options->free(options->alloc_context, memory);
 		return INGOT_OK;
 	}
 	block *const b = take(bytes);
-	if (!b) return ingot__fail(INGOT_OUT_OF_MEMORY, "no %llu bytes of workspace could be had", (unsigned long long)bytes);
+	if (!b)
+		return ingot__fail(INGOT_OUT_OF_MEMORY, "no %llu bytes of workspace could be had", (unsigned long long)bytes);
 	run_steps(problem, options, plan, threads, b->memory);
 	put(b);
 	return INGOT_OK;

@@ -45,7 +45,8 @@ enum {
 	INGOT__DROPOUT = 1 << 8,
 	INGOT__8BIT_KV = 1 << 9, /* K and V are 8-bit */
 	INGOT__8BIT_Q = 1 << 10,
-	INGOT__UNALIGNED = 1 << 11 /* a base address or a row stride is no multiple of 16 bytes (false when data is not read) */
+	INGOT__UNALIGNED =
+		1 << 11 /* a base address or a row stride is no multiple of 16 bytes (false when data is not read) */
 };
 
 /* A bound that is not there. Large, yet j - i - off +- INGOT__NO_BOUND cannot overflow. */
@@ -54,21 +55,21 @@ enum {
 /* One side of the variable-length word. The arrays are the device's: only kernels read them. */
 typedef struct ingot__side {
 	bool stacked;
-	int length;         /* ingot_length */
-	int position;       /* ingot_position */
+	int length;               /* ingot_length */
+	int position;             /* ingot_position */
 	const int32_t *lengths;   /* [B+1] or [B]; NULL with LENGTH_MAX */
 	const int32_t *positions; /* starts; NULL unless POSITION_ARRAY */
-	int64_t max_seqlen; /* Mq or Mk: no sequence is longer */
-	int64_t capacity;   /* rows of the token axis: T when stacked, S otherwise; pages: Mk */
+	int64_t max_seqlen;       /* Mq or Mk: no sequence is longer */
+	int64_t capacity;         /* rows of the token axis: T when stacked, S otherwise; pages: Mk */
 } ingot__side;
 
 typedef struct ingot__pages {
-	int64_t count;     /* pages in the cache; page ids are clamped into [0, count - 1] */
-	int64_t page_size; /* rows a page */
-	int64_t max_pages; /* dense: columns of the table */
+	int64_t count;        /* pages in the cache; page ids are clamped into [0, count - 1] */
+	int64_t page_size;    /* rows a page */
+	int64_t max_pages;    /* dense: columns of the table */
 	const int32_t *table; /* dense: [B, max_pages], row pitch table_stride; NULL with CSR */
 	int64_t table_stride;
-	const int32_t *indptr; /* CSR: [B+1] */
+	const int32_t *indptr;  /* CSR: [B+1] */
 	const int32_t *indices; /* CSR: [indices_count] */
 	int64_t indices_count;
 } ingot__pages;
@@ -91,7 +92,7 @@ typedef struct ingot__problem {
 	ingot_tensor q_descale, k_descale, v_descale;
 	/* the mask: pair (i, j) is valid iff -left <= j - (i + off) <= right; NO_BOUND where there is none */
 	int64_t left, right;
-	bool bottom_right; /* off = len_k - len_q of the sequence, else 0 */
+	bool bottom_right;    /* off = len_k - len_q of the sequence, else 0 */
 	double softmax_scale; /* never 0 */
 	float softcap;
 	float dropout_p;
@@ -100,8 +101,8 @@ typedef struct ingot__problem {
 	uint64_t dropout_seed, dropout_offset;
 	ingot_tensor dropout_seed_ptr, dropout_offset_ptr, dropout_seed_out, dropout_offset_out;
 	/* attn_merge: parts in order; a 5-D tensor is split into its N parts by part_stride */
-	int64_t parts;               /* N */
-	bool parts_stacked;          /* all parts are in out_parts[0] / lse_parts[0], part_stride elements apart */
+	int64_t parts;      /* N */
+	bool parts_stacked; /* all parts are in out_parts[0] / lse_parts[0], part_stride elements apart */
 	int64_t out_part_stride, lse_part_stride;
 	ingot_tensor out_parts[INGOT_MERGE_PARTS], lse_parts[INGOT_MERGE_PARTS]; /* [B,H,S,Dv], [B,H,S] */
 	/* kv_append */
@@ -110,7 +111,8 @@ typedef struct ingot__problem {
 	/* attn_dropout_mask */
 	ingot_tensor keep;
 	bool deterministic, batch_invariant; /* from the options */
-	double pairs; /* query-key pairs kept by the mask when every sequence is full, over all query heads: the cost of the call */
+	double
+		pairs; /* query-key pairs kept by the mask when every sequence is full, over all query heads: the cost of the call */
 } ingot__problem;
 
 /* Reads params (of operator op, any struct size) into *problem. data_read: run, where NULL data is refused; the other verbs
@@ -124,14 +126,38 @@ ingot_status ingot__check_options(const ingot_options *options, ingot_options *o
 /* ---- device/: what runs a call --------------------------------------------------------------------------------------- */
 
 typedef struct ingot__plan ingot__plan;
+struct ingot__device;
+
+/* What a GPU's driver does for image.c and launch.c; NULL on a CPU. Every function enters the stream's or the device's own
+ * context and restores the caller's; DRIVER (or OUT_OF_MEMORY, IMAGE) with a sentence. */
+typedef struct ingot__driver {
+	/* Loads a code object into the device; it stays for the life of the process. */
+	ingot_status (*load)(const struct ingot__device *device, const void *object, size_t size, void **module);
+	/* A kernel of a module, allowed `shared_bytes` of dynamic shared memory. NULL function and IMAGE: no such kernel. */
+	ingot_status (*function)(const struct ingot__device *device, void *module, const char *kernel,
+	                         uint32_t shared_bytes, void **function);
+	/* Launches with one argument struct by value. */
+	ingot_status (*launch)(const struct ingot__device *device, void *stream, void *function, const uint32_t grid[3],
+	                       const uint32_t block[3], uint32_t shared_bytes, const void *arguments,
+	                       size_t arguments_size);
+	/* Stream-ordered memory, aligned to 256 bytes. */
+	ingot_status (*alloc)(const struct ingot__device *device, void *stream, uint64_t size, void **memory);
+	ingot_status (*free)(const struct ingot__device *device, void *stream, void *memory);
+	/* Whether the stream is being captured into a graph. */
+	ingot_status (*capturing)(const struct ingot__device *device, void *stream, bool *capturing);
+} ingot__driver;
 
 typedef struct ingot__device {
 	ingot_device_type type;
 	int32_t ordinal;
-	char arch[32];  /* "avx512_bf16", "sm_90a" */
-	char model[48]; /* "intel_6_207", "sm_90a_h200" */
-	uint64_t arch_mask; /* CPU: bit per row of the family's arch.def that this processor runs */
-	int32_t threads;    /* CPU: what num_threads 0 means */
+	char arch[32];               /* "avx512_bf16", "sm_90a" */
+	char model[48];              /* "intel_6_207", "sm_90a_h200" */
+	uint64_t arch_mask;          /* bit per row of the families' arch.def whose code this device runs */
+	int32_t threads;             /* CPU: what num_threads 0 means */
+	int32_t multiprocessors;     /* GPU: SMs or CUs */
+	uint32_t shared_most;        /* GPU: bytes of shared memory a block may ask for */
+	uint64_t l2_bytes;           /* GPU */
+	const ingot__driver *driver; /* NULL on a CPU */
 } ingot__device;
 
 /* The device behind a stream, detected once, owned by the device layer. NO_DEVICE, DRIVER. */
@@ -145,7 +171,8 @@ const char *ingot__arch_parent(const char *arch);
 
 /* CPU: one task of a step. Tasks of a step are independent and run in any order on any thread; scratch is this lane's own
  * plan->scratch_bytes, uninitialised, 256-byte aligned; workspace is plan->workspace_bytes, likewise. */
-typedef void ingot__task(const ingot__problem *problem, const ingot__plan *plan, void *workspace, void *scratch, int64_t index);
+typedef void ingot__task(const ingot__problem *problem, const ingot__plan *plan, void *workspace, void *scratch,
+                         int64_t index);
 
 typedef struct ingot__step {
 	const char *name; /* in logs and explanations */
@@ -153,22 +180,34 @@ typedef struct ingot__step {
 	ingot__task *task;
 	int64_t tasks;
 	double work; /* estimated nanoseconds of one thread for the whole step: decides how many threads are worth waking */
-	/* GPU: the image's kernel symbol and its launch */
+	/* GPU: the image's kernel symbol and its launch. Every kernel of an image takes the plan's one argument struct. */
 	const char *kernel;
 	uint32_t grid[3], block[3], shared_bytes;
 } ingot__step;
 
 #define INGOT__STEPS 4
+#define INGOT__ARGUMENTS 2048
 #define INGOT__PLAN_NUMBERS 24
 
 struct ingot__plan {
 	int variant;
 	int steps;
 	ingot__step step[INGOT__STEPS];
-	uint64_t workspace_bytes; /* shared by all tasks, laid out by the implementation */
-	uint64_t scratch_bytes;   /* CPU: one thread's own memory, besides */
-	int64_t number[INGOT__PLAN_NUMBERS]; /* the implementation's own: offsets, tile counts */
+	uint64_t workspace_bytes;            /* shared by all tasks, laid out by the implementation */
+	uint64_t scratch_bytes;              /* CPU: one thread's own memory, besides */
+	int64_t number[INGOT__PLAN_NUMBERS]; /* CPU: the implementation's own offsets and tile counts */
+	/* GPU: the argument struct of all steps. It begins with a pointer that launch.c sets to the workspace. Its size is kept in
+	 * the image's index too, and the two must agree. */
+	uint32_t arguments_size;
+	_Alignas(16) unsigned char arguments[INGOT__ARGUMENTS];
 };
+
+/* One image of a GPU implementation: what makes the compiler build it, and nothing else. */
+typedef struct ingot__image_variant {
+	const char *name;     /* "bf16_d128_plain" */
+	const char *defines;  /* "-DTYPE=2 -DHEAD_DIM=128 -DCLASS=0" */
+	uint32_t spill_bytes; /* spill stores and loads allowed; more fails the build */
+} ingot__image_variant;
 
 /* An implementation file defines one of these, named ingot__impl_<file name>, in its host half (compiled with -DINGOT_HOST,
  * baseline flags). All functions are pure. The device half (CPU: compiled once with its architecture's flags) defines the
@@ -181,13 +220,20 @@ typedef struct ingot__impl {
 	const char *arch; /* row of the family's arch.def; "" any */
 	int rank;         /* order among unmeasured candidates: higher first; below 0: only when forced by name */
 	bool verified_by_definition; /* the reference: it is what others are verified against */
-	const char *const *variants;
+	const char *const *variants; /* CPU: names; NULL on a GPU, whose variants are images */
 	int variant_count;
+	/* GPU: the images that `ingot build` compiles, one a variant, and the kernels each must hold (NULL-terminated). */
+	const ingot__image_variant *images;
+	const char *const *kernels;
 	/* NULL when it can run the problem on that device, *variant then says which; else one sentence saying why not. */
 	const char *(*refuse)(const ingot__problem *problem, const ingot__device *device, int *variant);
 	/* Fills a zeroed plan (variant is set). threads: how many lanes may run; results must not depend on it. */
 	void (*plan)(const ingot__problem *problem, const ingot__device *device, int threads, ingot__plan *plan);
 } ingot__impl;
+
+static inline const char *ingot__variant_name(const ingot__impl *impl, int variant) {
+	return impl->images ? impl->images[variant].name : impl->variants[variant];
+}
 
 extern const ingot__impl *const ingot__impls[]; /* made by the build from the folders, sorted by name */
 extern const int ingot__impl_count;
@@ -211,9 +257,9 @@ const char *ingot__impl_digest(const char *name);
 typedef struct ingot__candidate {
 	const ingot__impl *impl;
 	int variant;
-	const char *refusal;   /* NULL: it can run */
-	const ingot__row *row; /* the nearest bucket's figure, NULL: none */
-	int32_t cases;         /* passed on this architecture, the most of any row */
+	const char *refusal;             /* NULL: it can run */
+	const ingot__row *row;           /* the nearest bucket's figure, NULL: none */
+	int32_t cases;                   /* passed on this architecture, the most of any row */
 	bool verified, stale, inherited; /* inherited: the rows are of a parent architecture */
 } ingot__candidate;
 
@@ -238,12 +284,23 @@ uint64_t ingot__table_digest(void); /* over rows and implementations */
 /* ---- explain.c ------------------------------------------------------------------------------------------------------- */
 
 void ingot__explain(const ingot__problem *problem, const ingot__device *device, const ingot__choice *choice,
-                    const ingot__plan *plan, uint64_t workspace, int32_t format, char *buffer, size_t capacity, size_t *needed);
+                    const ingot__plan *plan, uint64_t workspace, int32_t format, char *buffer, size_t capacity,
+                    size_t *needed);
 
 /* ---- image.c ----------------------------------------------------------------------------------------------------------- */
 
-/* Makes sure that the code of the choice is loaded on the device. CPU code is part of the library: always OK. */
-ingot_status ingot__image_load(const ingot__choice *choice, const ingot__device *device, const ingot_options *options);
+/* What a plan's steps run, in their order; all NULL on a CPU. */
+typedef struct ingot__functions {
+	void *function[INGOT__STEPS];
+} ingot__functions;
+
+/* Makes sure that the code of a plan is loaded on the device: finds, maps, verifies and caches its image. CPU code is part of
+ * the library. IMAGE with a sentence naming file and entry. */
+ingot_status ingot__image_load(const ingot__choice *choice, const ingot__plan *plan, const ingot__device *device,
+                               const ingot_options *options, ingot__functions *functions);
+/* Whether an image of that variant is present for the device, without reading its bytes. Always on a CPU. */
+bool ingot__image_present(const ingot__impl *impl, int variant, const ingot__device *device,
+                          const ingot_options *options);
 
 /* ---- launch.c ---------------------------------------------------------------------------------------------------------- */
 
@@ -251,6 +308,6 @@ ingot_status ingot__image_load(const ingot__choice *choice, const ingot__device 
 uint64_t ingot__launch_bytes(const ingot__plan *plan, const ingot__device *device, int threads);
 /* Runs a plan. WORKSPACE, OUT_OF_MEMORY, DRIVER. */
 ingot_status ingot__launch(const ingot__problem *problem, const ingot__device *device, const ingot_options *options,
-                           ingot_stream stream, const ingot__plan *plan, int threads);
+                           ingot_stream stream, ingot__plan *plan, const ingot__functions *functions, int threads);
 
 #endif

@@ -86,7 +86,7 @@ def area(path):
     return parts[1]
 
 
-def allowed(where, target):
+def allowed(path, where, target):
     """Whether a file of that part may include that file of src."""
     if target.startswith("support/"):
         return True
@@ -98,6 +98,8 @@ def allowed(where, target):
         return True
     if where.startswith("kernels/") and re.match(r"kernels/\w+\.h$", target):
         return True
+    if path == "src/check.c" and target == "operator/operator.h":
+        return True  # the check stage is the engine of the operators' field tables
     return where != "stage" and target.startswith(where + "/")
 
 
@@ -118,7 +120,7 @@ def check_includes(path):
                 if match.group(1) and name not in PUBLIC:
                     problem(path, line, f'"{name}": no such header in src')
                 continue
-            if not allowed(area(path), target):
+            if not allowed(path, area(path), target):
                 problem(path, line, f"{area(path)} must not include {target}")
         elif path.startswith(("tests/api/", "tests/golden/", "examples/")):
             if name == "pipeline.h" or name.startswith(("support/", "kernels/", "device/")):

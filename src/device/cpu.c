@@ -147,7 +147,8 @@ static void find(void) {
 
 ingot_status ingot__cpu_get(ingot_stream stream, const ingot__device **device) {
 	if (stream.device) return ingot__fail(INGOT_INVALID, "stream.device is %d; the CPU is device 0", stream.device);
-	if (stream.handle) return ingot__fail(INGOT_INVALID, "stream.handle is %p; on the CPU it must be NULL", stream.handle);
+	if (stream.handle)
+		return ingot__fail(INGOT_INVALID, "stream.handle is %p; on the CPU it must be NULL", stream.handle);
 	pthread_once(&once, find);
 	*device = &cpu;
 	return INGOT_OK;

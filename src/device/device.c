@@ -8,10 +8,13 @@ ingot_status ingot__device_get(ingot_stream stream, const ingot__device **device
 	case INGOT_CPU: return ingot__cpu_get(stream, device);
 	case INGOT_CUDA:
 	case INGOT_HIP:
-		return ingot__fail(INGOT_NO_DEVICE, "stream.type is %s, but this build of the library has no driver layer for it; it runs on "
-		                   "CPUs (INGOT_CPU)", stream.type == INGOT_CUDA ? "INGOT_CUDA" : "INGOT_HIP");
+		return ingot__fail(INGOT_NO_DEVICE,
+		                   "stream.type is %s, but this build of the library has no driver layer for it; it runs on "
+		                   "CPUs (INGOT_CPU)",
+		                   stream.type == INGOT_CUDA ? "INGOT_CUDA" : "INGOT_HIP");
 	default:
-		return ingot__fail(INGOT_INVALID, "stream.type is %d; allowed are 0 INGOT_CPU, 1 INGOT_CUDA, 2 INGOT_HIP", stream.type);
+		return ingot__fail(INGOT_INVALID, "stream.type is %d; allowed are 0 INGOT_CPU, 1 INGOT_CUDA, 2 INGOT_HIP",
+		                   stream.type);
 	}
 }
 

@@ -63,9 +63,10 @@ static inline ingot__span ingot__key_rows(const ingot__problem *p, int64_t b) {
 }
 
 /* Element offset of key row j of a sequence within K or V (t), its head's offset included. list: of ingot__page_list. */
-static inline int64_t ingot__key_offset(const ingot__problem *p, const ingot_tensor *t, ingot__span rows, const int32_t *list,
-                                        int64_t head, int64_t j) {
-	if (!(p->features & INGOT__PAGED)) return rows.slot * t->stride[0] + head * t->stride[1] + (rows.start + j) * t->stride[2];
+static inline int64_t ingot__key_offset(const ingot__problem *p, const ingot_tensor *t, ingot__span rows,
+                                        const int32_t *list, int64_t head, int64_t j) {
+	if (!(p->features & INGOT__PAGED))
+		return rows.slot * t->stride[0] + head * t->stride[1] + (rows.start + j) * t->stride[2];
 	int64_t page = ingot__clamp(list[j / p->pages.page_size], 0, p->pages.count - 1);
 	return page * t->stride[0] + j % p->pages.page_size * t->stride[1] + head * t->stride[2];
 }
@@ -86,7 +87,8 @@ static inline int64_t ingot__diagonal(const ingot__problem *p, int64_t len_q, in
 }
 
 /* Keys [*first, *last) that query row i sees by the mask alone (empty: *first >= *last). */
-static inline void ingot__visible(const ingot__problem *p, int64_t i, int64_t off, int64_t len_k, int64_t *first, int64_t *last) {
+static inline void ingot__visible(const ingot__problem *p, int64_t i, int64_t off, int64_t len_k, int64_t *first,
+                                  int64_t *last) {
 	*first = ingot__clamp(i + off - p->left, 0, len_k);
 	*last = ingot__clamp(i + off + p->right + 1, 0, len_k);
 }
@@ -105,7 +107,8 @@ static inline float ingot__descale(const ingot__problem *p, const ingot_tensor *
 
 static inline float ingot__alibi_slope(const ingot__problem *p, int64_t b, int64_t head_q) {
 	const float *f = p->alibi.data;
-	return p->alibi.ndim == 1 ? f[head_q * p->alibi.stride[0]] : f[b * p->alibi.stride[0] + head_q * p->alibi.stride[1]];
+	return p->alibi.ndim == 1 ? f[head_q * p->alibi.stride[0]]
+	                          : f[b * p->alibi.stride[0] + head_q * p->alibi.stride[1]];
 }
 
 /* ---- dropout ------------------------------------------------------------------------------------------------------- */
@@ -128,13 +131,15 @@ static inline uint64_t ingot__dropout_seed(const ingot__problem *p) {
 	return p->dropout_seed_ptr.dtype == INGOT_NONE ? p->dropout_seed : *(const uint64_t *)p->dropout_seed_ptr.data;
 }
 static inline uint64_t ingot__dropout_offset(const ingot__problem *p) {
-	return p->dropout_offset + (p->dropout_offset_ptr.dtype == INGOT_NONE ? 0 : *(const uint64_t *)p->dropout_offset_ptr.data);
+	return p->dropout_offset +
+	       (p->dropout_offset_ptr.dtype == INGOT_NONE ? 0 : *(const uint64_t *)p->dropout_offset_ptr.data);
 }
 
 /* Counter index of keys j..j|3 of a row. */
 static inline uint64_t ingot__dropout_index(const ingot__problem *p, int64_t b, int64_t head_q, int64_t i, int64_t j) {
 	uint64_t quads = ((uint64_t)p->k_side.max_seqlen + 3) / 4;
-	return ((uint64_t)(b * p->heads_q + head_q) * (uint64_t)p->q_side.max_seqlen + (uint64_t)i) * quads + (uint64_t)j / 4;
+	return ((uint64_t)(b * p->heads_q + head_q) * (uint64_t)p->q_side.max_seqlen + (uint64_t)i) * quads +
+	       (uint64_t)j / 4;
 }
 
 /* ---- values -------------------------------------------------------------------------------------------------------- */
@@ -202,7 +207,8 @@ static inline uint8_t ingot__to_f8(float f, int32_t dtype) {
 	(void)frexpf(a, &e); /* a = [0.5,1) * 2^e */
 	int exponent = e - 1 + bias;
 	if (exponent < 1) exponent = 1;
-	float units = nearbyintf(ldexpf(a, mbits + bias - exponent)); /* mantissa with its hidden bit, in the default rounding */
+	float units =
+		nearbyintf(ldexpf(a, mbits + bias - exponent)); /* mantissa with its hidden bit, in the default rounding */
 	uint32_t code = (uint32_t)units + ((uint32_t)(exponent - 1) << mbits);
 	if (code > most) code = most;
 	if (fnuz && code == 0) return 0;
@@ -211,9 +217,12 @@ static inline uint8_t ingot__to_f8(float f, int32_t dtype) {
 
 static inline int ingot__dtype_size(int32_t dtype) {
 	switch (dtype) {
-	case INGOT_F32: case INGOT_I32: return 4;
-	case INGOT_F16: case INGOT_BF16: return 2;
-	case INGOT_I64: case INGOT_U64: return 8;
+	case INGOT_F32:
+	case INGOT_I32: return 4;
+	case INGOT_F16:
+	case INGOT_BF16: return 2;
+	case INGOT_I64:
+	case INGOT_U64: return 8;
 	case INGOT_NONE: return 0;
 	default: return 1;
 	}
@@ -236,8 +245,14 @@ static inline void ingot__store(void *base, int64_t index, int32_t dtype, float 
 	uint16_t h;
 	switch (dtype) {
 	case INGOT_F32: memcpy(p, &f, 4); break;
-	case INGOT_F16: h = ingot__to_f16(f); memcpy(p, &h, 2); break;
-	case INGOT_BF16: h = ingot__to_bf16(f); memcpy(p, &h, 2); break;
+	case INGOT_F16:
+		h = ingot__to_f16(f);
+		memcpy(p, &h, 2);
+		break;
+	case INGOT_BF16:
+		h = ingot__to_bf16(f);
+		memcpy(p, &h, 2);
+		break;
 	default: *(uint8_t *)p = ingot__to_f8(f, dtype); break;
 	}
 }

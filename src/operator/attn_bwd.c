@@ -58,14 +58,16 @@ static ingot_status need_dbias(const ingot__problem *p) {
 	const ingot_tensor *const g = &p->dbias, *const b = &p->bias;
 	if (g->dtype == INGOT_NONE) return INGOT_OK;
 	if (b->dtype == INGOT_NONE) return ingot__fail(INGOT_INVALID, "dbias is given but bias is absent");
-	if (b->dtype == INGOT_BOOL) return ingot__fail(INGOT_INVALID, "dbias is given but bias is BOOL, which has no gradient");
-	if (g->dtype != INGOT_F32 && g->dtype != b->dtype) return ingot__fail(INGOT_INVALID, "dbias.dtype must be F32 or bias's type");
+	if (b->dtype == INGOT_BOOL)
+		return ingot__fail(INGOT_INVALID, "dbias is given but bias is BOOL, which has no gradient");
+	if (g->dtype != INGOT_F32 && g->dtype != b->dtype)
+		return ingot__fail(INGOT_INVALID, "dbias.dtype must be F32 or bias's type");
 	const int64_t full[4] = {p->batch, p->heads_q, p->q_side.max_seqlen, p->k_side.max_seqlen};
 	for (int a = 0; a < 4; a++) {
 		const bool broadcast = b->shape[a] != full[a] || b->stride[a] == 0;
 		if (g->shape[a] != full[a] && !(broadcast && g->shape[a] == 1))
-			return ingot__fail(INGOT_INVALID, "dbias.shape[%d] is %lld; it must be %lld%s", a, (long long)g->shape[a], (long long)full[a],
-			                   broadcast ? ", or 1 to sum over the broadcast axis" : "");
+			return ingot__fail(INGOT_INVALID, "dbias.shape[%d] is %lld; it must be %lld%s", a, (long long)g->shape[a],
+			                   (long long)full[a], broadcast ? ", or 1 to sum over the broadcast axis" : "");
 	}
 	return INGOT_OK;
 }

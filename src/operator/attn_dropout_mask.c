@@ -17,7 +17,8 @@ static const ingot__field fields[] = {
 
 static ingot_status need_maximum(const char *name, int64_t given, int64_t extent, int axis, int64_t *out) {
 	if (given != 0 && (given < extent || given > INT32_MAX))
-		return ingot__fail(INGOT_INVALID, "%s is %lld; allowed are 0 (mask.shape[%d]) and mask.shape[%d] = %lld to 2147483647", name,
+		return ingot__fail(INGOT_INVALID,
+		                   "%s is %lld; allowed are 0 (mask.shape[%d]) and mask.shape[%d] = %lld to 2147483647", name,
 		                   (long long)given, axis, axis, (long long)extent);
 	*out = given ? given : extent;
 	return INGOT_OK;
@@ -36,5 +37,6 @@ static ingot_status normalize(const ingot__raw *raw, ingot__problem *p) {
 }
 
 const ingot__operator_def ingot__attn_dropout_mask_def = {
-	"ingot_attn_dropout_mask", "attn_dropout_mask", sizeof(P), sizeof(P), fields, sizeof fields / sizeof *fields, normalize,
+	"ingot_attn_dropout_mask",      "attn_dropout_mask", sizeof(P), sizeof(P), fields,
+	sizeof fields / sizeof *fields, normalize,
 };

@@ -9,8 +9,8 @@
 
 static const ingot__field fields[] = {
 	INGOT__S(P, INGOT__I32, lse_base),
-	{"out_parts", offsetof(P, out_parts), offsetof(ingot__problem, out_parts), INGOT__TENSOR, INGOT__LAST_1, INGOT__FLOATS,
-     INGOT__RANK(4) | INGOT__RANK(5), INGOT_MERGE_PARTS},
+	{"out_parts", offsetof(P, out_parts), offsetof(ingot__problem, out_parts), INGOT__TENSOR, INGOT__LAST_1,
+     INGOT__FLOATS, INGOT__RANK(4) | INGOT__RANK(5), INGOT_MERGE_PARTS},
 	{"lse_parts", offsetof(P, lse_parts), offsetof(ingot__problem, lse_parts), INGOT__TENSOR, 0, INGOT__DT(F32),
      INGOT__RANK(3) | INGOT__RANK(4), INGOT_MERGE_PARTS},
 	INGOT__T(P, out, INGOT__REQUIRED | INGOT__LAST_1 | INGOT__OUTPUT, INGOT__FLOATS, INGOT__RANK(4)),
@@ -32,19 +32,29 @@ static ingot_status normalize(const ingot__raw *raw, ingot__problem *p) {
 	if (s) return s;
 	int count = 0;
 	while (count < INGOT_MERGE_PARTS && p->out_parts[count].dtype != INGOT_NONE) count++;
-	if (count == 0) return ingot__fail(INGOT_INVALID, "out_parts[0] is absent (dtype NONE); at least one part is required");
+	if (count == 0)
+		return ingot__fail(INGOT_INVALID, "out_parts[0] is absent (dtype NONE); at least one part is required");
 	for (int i = 0; i < INGOT_MERGE_PARTS; i++) {
 		if (i >= count && p->out_parts[i].dtype != INGOT_NONE)
-			return ingot__fail(INGOT_INVALID, "out_parts[%d] is given but out_parts[%d] is absent; parts stand without a gap", i, count);
+			return ingot__fail(INGOT_INVALID,
+			                   "out_parts[%d] is given but out_parts[%d] is absent; parts stand without a gap", i,
+			                   count);
 		if ((i < count) != (p->lse_parts[i].dtype != INGOT_NONE))
 			return ingot__fail(INGOT_INVALID, "lse_parts[%d] is %s but out_parts[%d] is %s; each part has both", i,
 			                   i < count ? "absent" : "given", i, i < count ? "given" : "absent");
 	}
 	p->parts = count;
 	if (p->out_parts[0].ndim == 5) {
-		if (count > 1) return ingot__fail(INGOT_INVALID, "out_parts[1] is given but out_parts[0] is [N,B,H,S,Dv]; a stacked tensor holds all parts");
-		if (p->lse_parts[0].ndim != 4) return ingot__fail(INGOT_INVALID, "lse_parts[0].ndim is %d; with a stacked out_parts[0] it must be 4", p->lse_parts[0].ndim);
-		if ((s = ingot__need_extent("lse_parts[0]", &p->lse_parts[0], 0, p->out_parts[0].shape[0], "N, as out_parts[0]"))) return s;
+		if (count > 1)
+			return ingot__fail(
+				INGOT_INVALID,
+				"out_parts[1] is given but out_parts[0] is [N,B,H,S,Dv]; a stacked tensor holds all parts");
+		if (p->lse_parts[0].ndim != 4)
+			return ingot__fail(INGOT_INVALID, "lse_parts[0].ndim is %d; with a stacked out_parts[0] it must be 4",
+			                   p->lse_parts[0].ndim);
+		if ((s = ingot__need_extent("lse_parts[0]", &p->lse_parts[0], 0, p->out_parts[0].shape[0],
+		                            "N, as out_parts[0]")))
+			return s;
 		p->parts_stacked = true;
 		p->parts = p->out_parts[0].shape[0];
 		p->out_part_stride = unstack(&p->out_parts[0]);
@@ -55,12 +65,17 @@ static ingot_status normalize(const ingot__raw *raw, ingot__problem *p) {
 		char name[24];
 		snprintf(name, sizeof name, "out_parts[%d]", i);
 		const ingot_tensor *const t = &p->out_parts[i];
-		if (t->ndim != 4) return ingot__fail(INGOT_INVALID, "%s.ndim is %d; separate parts are 4-D, one stacked part is 5-D", name, t->ndim);
-		if (t->dtype != first->dtype) return ingot__fail(INGOT_INVALID, "%s.dtype is not that of out_parts[0]; parts must be of one type", name);
+		if (t->ndim != 4)
+			return ingot__fail(INGOT_INVALID, "%s.ndim is %d; separate parts are 4-D, one stacked part is 5-D", name,
+			                   t->ndim);
+		if (t->dtype != first->dtype)
+			return ingot__fail(INGOT_INVALID, "%s.dtype is not that of out_parts[0]; parts must be of one type", name);
 		for (int a = 0; a < 4; a++)
 			if ((s = ingot__need_extent(name, t, a, p->out.shape[a], "as out"))) return s;
 		snprintf(name, sizeof name, "lse_parts[%d]", i);
-		if (p->lse_parts[i].ndim != 3) return ingot__fail(INGOT_INVALID, "%s.ndim is %d; it must be one less than its part's", name, p->lse_parts[i].ndim);
+		if (p->lse_parts[i].ndim != 3)
+			return ingot__fail(INGOT_INVALID, "%s.ndim is %d; it must be one less than its part's", name,
+			                   p->lse_parts[i].ndim);
 		for (int a = 0; a < 3; a++)
 			if ((s = ingot__need_extent(name, &p->lse_parts[i], a, p->out.shape[a], "as out"))) return s;
 	}

@@ -10,14 +10,21 @@ static int8_t nearest_log2(int64_t x) {
 }
 
 void ingot__bucket_of(const ingot__problem *p, ingot__bucket *b) {
-	const ingot_tensor *const q = p->op == INGOT__ATTN_MERGE ? &p->out_parts[0] : p->op == INGOT__KV_APPEND ? &p->k_new :
-	                              p->op == INGOT__ATTN_DROPOUT_MASK ? &p->keep : &p->q;
-	const uint32_t general = INGOT__BIAS | INGOT__BIAS_BOOL | INGOT__ALIBI | INGOT__SOFTCAP | INGOT__SINK | INGOT__DROPOUT;
+	const ingot_tensor *const q = p->op == INGOT__ATTN_MERGE          ? &p->out_parts[0]
+	                              : p->op == INGOT__KV_APPEND         ? &p->k_new
+	                              : p->op == INGOT__ATTN_DROPOUT_MASK ? &p->keep
+	                                                                  : &p->q;
+	const uint32_t general =
+		INGOT__BIAS | INGOT__BIAS_BOOL | INGOT__ALIBI | INGOT__SOFTCAP | INGOT__SINK | INGOT__DROPOUT;
 	*b = (ingot__bucket){
 		.dtype = (uint8_t)q->dtype,
 		.kv_dtype = (uint8_t)(p->k.dtype != INGOT_NONE ? p->k.dtype : q->dtype),
-		.mask = !(p->features & INGOT__MASK) ? 0 : p->left == INGOT__NO_BOUND && p->right == 0 ? 1 : 2,
-		.features = p->features & INGOT__PAGED ? 2 : p->features & general ? 1 : 0,
+		.mask = !(p->features & INGOT__MASK)                  ? 0
+	            : p->left == INGOT__NO_BOUND && p->right == 0 ? 1
+	                                                          : 2,
+		.features = p->features & INGOT__PAGED ? 2
+	                : p->features & general    ? 1
+	                                           : 0,
 		.d = (uint16_t)p->head_dim,
 		.dv = (uint16_t)p->head_dim_v,
 		.q = nearest_log2(p->q_side.max_seqlen),

@@ -26,24 +26,31 @@ static const ingot__field fields[] = {
 	INGOT__S(P, INGOT__I32, reserved),
 };
 
-static ingot_status need_pair(const char *name, const ingot_tensor *fresh, const ingot_tensor *cache, const char *fresh_name) {
+static ingot_status need_pair(const char *name, const ingot_tensor *fresh, const ingot_tensor *cache,
+                              const char *fresh_name) {
 	if (cache->dtype != fresh->dtype && cache->dtype < INGOT_F8_E4M3)
-		return ingot__fail(INGOT_INVALID, "%s.dtype is not %s's; the cache has the new rows' type or an 8-bit one", name, fresh_name);
+		return ingot__fail(INGOT_INVALID, "%s.dtype is not %s's; the cache has the new rows' type or an 8-bit one",
+		                   name, fresh_name);
 	return INGOT_OK;
 }
 
 static ingot_status normalize(const ingot__raw *raw, ingot__problem *p) {
-	const bool paged = raw->page_table.dtype != INGOT_NONE || raw->page_indptr.dtype != INGOT_NONE || raw->page_indices.dtype != INGOT_NONE;
+	const bool paged = raw->page_table.dtype != INGOT_NONE || raw->page_indptr.dtype != INGOT_NONE ||
+	                   raw->page_indices.dtype != INGOT_NONE;
 	ingot_status s;
 	if (raw->reserved) return ingot__fail(INGOT_INVALID, "reserved is %d; it must be 0", raw->reserved);
 	if (raw->lengths_after != 0 && raw->lengths_after != 1)
 		return ingot__fail(INGOT_INVALID, "lengths_after is %d; allowed are 0 and 1", raw->lengths_after);
 	if ((p->v.dtype == INGOT_NONE) != (p->v_new.dtype == INGOT_NONE))
-		return ingot__fail(INGOT_INVALID, "%s is absent; v and v_new may be absent together only", p->v.dtype == INGOT_NONE ? "v" : "v_new");
-	if (raw->varlen >> 8 & 1) return ingot__fail(INGOT_INVALID, "varlen has the K side stacked; a cache is padded or paged");
+		return ingot__fail(INGOT_INVALID, "%s is absent; v and v_new may be absent together only",
+		                   p->v.dtype == INGOT_NONE ? "v" : "v_new");
+	if (raw->varlen >> 8 & 1)
+		return ingot__fail(INGOT_INVALID, "varlen has the K side stacked; a cache is padded or paged");
 	const int length = raw->varlen >> 9 & 3;
 	if (length != INGOT_LENGTH_INDIVIDUAL && length != INGOT_LENGTH_LAST_PAGE)
-		return ingot__fail(INGOT_INVALID, "varlen has length %d on the K side; append needs 2 INDIVIDUAL, or 3 LAST_PAGE with CSR pages", length);
+		return ingot__fail(
+			INGOT_INVALID,
+			"varlen has length %d on the K side; append needs 2 INDIVIDUAL, or 3 LAST_PAGE with CSR pages", length);
 	if (length == INGOT_LENGTH_LAST_PAGE && !raw->lengths_after)
 		return ingot__fail(INGOT_INVALID, "lengths_after is 0; with LAST_PAGE lengths it must be 1");
 	p->heads_q = p->heads_k = p->k_new.shape[1];
@@ -57,7 +64,9 @@ static ingot_status normalize(const ingot__raw *raw, ingot__problem *p) {
 	if (p->v.dtype != INGOT_NONE)
 		for (int a = 0; a < 4; a++) {
 			if (a < 3 && (s = ingot__need_extent("v_new", &p->v_new, a, p->k_new.shape[a], "as k_new"))) return s;
-			if ((s = ingot__need_extent("v", &p->v, a, a < 3 ? p->k.shape[a] : p->head_dim_v, a < 3 ? "as k" : "head_dim of v_new"))) return s;
+			if ((s = ingot__need_extent("v", &p->v, a, a < 3 ? p->k.shape[a] : p->head_dim_v,
+			                            a < 3 ? "as k" : "head_dim of v_new")))
+				return s;
 		}
 	if ((s = need_pair("k", &p->k_new, &p->k, "k_new")) ||
 	    (p->v.dtype != INGOT_NONE && (s = need_pair("v", &p->v_new, &p->v, "v_new"))))

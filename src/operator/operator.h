@@ -24,10 +24,10 @@ typedef enum ingot__kind { INGOT__U32, INGOT__I32, INGOT__F32, INGOT__I64, INGOT
 
 enum {
 	INGOT__REQUIRED = 1 << 0,
-	INGOT__OUTPUT = 1 << 1,    /* no stride 0 on an axis longer than 1 */
-	INGOT__LAST_1 = 1 << 2,    /* the last stride is 1 */
-	INGOT__LAST_01 = 1 << 3,   /* the last stride is 0 or 1 */
-	INGOT__TO_RAW = 1 << 4     /* the destination is in ingot__raw, else in the problem */
+	INGOT__OUTPUT = 1 << 1,  /* no stride 0 on an axis longer than 1 */
+	INGOT__LAST_1 = 1 << 2,  /* the last stride is 1 */
+	INGOT__LAST_01 = 1 << 3, /* the last stride is 0 or 1 */
+	INGOT__TO_RAW = 1 << 4   /* the destination is in ingot__raw, else in the problem */
 };
 
 typedef struct ingot__field {
@@ -42,8 +42,8 @@ typedef struct ingot__field {
 } ingot__field;
 
 typedef struct ingot__operator_def {
-	const char *function; /* "ingot_attn_fwd", leads sentences */
-	const char *name;     /* "attn_fwd" */
+	const char *function;    /* "ingot_attn_fwd", leads sentences */
+	const char *name;        /* "attn_fwd" */
 	size_t size, first_size; /* of the struct now and in its first release */
 	const ingot__field *fields;
 	int field_count;
@@ -68,14 +68,23 @@ extern const ingot__operator_def ingot__attn_fwd_def, ingot__attn_bwd_def, ingot
 	{#field, offsetof(struct_, field), offsetof(ingot__problem, to), INGOT__TENSOR, flags_, dtypes_, ranks_, 0}
 #define INGOT__A(struct_, field, ranks_) INGOT__A_AS(struct_, field, field, ranks_)
 #define INGOT__A_AS(struct_, field, to, ranks_) \
-	{#field, offsetof(struct_, field), offsetof(ingot__raw, to), INGOT__TENSOR, INGOT__TO_RAW | INGOT__LAST_1, INGOT__DT(I32), ranks_, 0}
+	{#field,                                    \
+	 offsetof(struct_, field),                  \
+	 offsetof(ingot__raw, to),                  \
+	 INGOT__TENSOR,                             \
+	 INGOT__TO_RAW | INGOT__LAST_1,             \
+	 INGOT__DT(I32),                            \
+	 ranks_,                                    \
+	 0}
 
 /* ---- relations, each OK or a sentence (relations.c) ---------------------------------------------------------------- */
 
 /* tensor.shape[axis] must equal `want`, which is `meaning`. */
-ingot_status ingot__need_extent(const char *name, const ingot_tensor *tensor, int axis, int64_t want, const char *meaning);
+ingot_status ingot__need_extent(const char *name, const ingot_tensor *tensor, int axis, int64_t want,
+                                const char *meaning);
 /* The variable-length word and its arrays; fills batch, sides and pages. q and k name the two sides' tensors. */
-ingot_status ingot__need_sides(const ingot__raw *raw, ingot__problem *p, const char *q, const char *k, const char *q_prefix);
+ingot_status ingot__need_sides(const ingot__raw *raw, ingot__problem *p, const char *q, const char *k,
+                               const char *q_prefix);
 /* mask, align and bounds; fills left, right, bottom_right and the MASK feature. After the sides. */
 ingot_status ingot__need_mask(const ingot__raw *raw, ingot__problem *p);
 /* dropout_p, the seed and its cells; fills the dropout fields. */

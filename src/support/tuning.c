@@ -71,7 +71,8 @@ bool ingot__bucket_parse(const char *text, ingot__bucket *b) {
 	int dtype = index_of(dtypes, DTYPES, part[0]), kv = slash ? index_of(dtypes, DTYPES, slash) : dtype;
 	int mask = index_of(masks, 3, part[6]), features = index_of(classes, 3, part[7]);
 	if (dtype < 0 || kv < 0 || mask < 0 || features < 0) return false;
-	*b = (ingot__bucket){.dtype = (uint8_t)dtype, .kv_dtype = (uint8_t)kv, .mask = (uint8_t)mask, .features = (uint8_t)features};
+	*b = (ingot__bucket){
+		.dtype = (uint8_t)dtype, .kv_dtype = (uint8_t)kv, .mask = (uint8_t)mask, .features = (uint8_t)features};
 	return parse_size(part[1], "d", &b->d) && parse_size(part[2], "dv", &b->dv) && parse_log2(part[3], "q", &b->q) &&
 	       parse_log2(part[4], "k", &b->k) && parse_log2(part[5], "bh", &b->bh);
 }
