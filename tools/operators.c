@@ -1,0 +1,73 @@
+/* The library's operators behind one signature a verb, so that the rest of the command can loop over them. */
+#include "tool.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define VERBS(op)                                                                                         \
+	static ingot_status op##_run(const void *p, const ingot_options *o) {                                 \
+		return ingot_##op(p, (ingot_stream){0}, o);                                                       \
+	}                                                                                                     \
+	static ingot_status op##_workspace(const void *p, const ingot_options *o, uint64_t *bytes) {          \
+		return ingot_##op##_workspace(p, (ingot_stream){0}, o, bytes);                                    \
+	}                                                                                                     \
+	static ingot_status op##_prepare(const void *p, const ingot_options *o) {                             \
+		return ingot_##op##_prepare(p, (ingot_stream){0}, o);                                             \
+	}                                                                                                     \
+	static ingot_status op##_explain(const void *p, const ingot_options *o, int32_t format, char *buffer, \
+	                                 size_t capacity, size_t *needed) {                                   \
+		return ingot_##op##_explain(p, (ingot_stream){0}, o, format, buffer, capacity, needed);           \
+	}
+INGOT_OPERATOR_LIST(VERBS)
+
+static const struct {
+	const char *name;
+	ingot_status (*run)(const void *, const ingot_options *);
+	ingot_status (*workspace)(const void *, const ingot_options *, uint64_t *);
+	ingot_status (*prepare)(const void *, const ingot_options *);
+	ingot_status (*explain)(const void *, const ingot_options *, int32_t, char *, size_t, size_t *);
+} operators[] = {
+#define ENTRY(op) {#op, op##_run, op##_workspace, op##_prepare, op##_explain},
+	INGOT_OPERATOR_LIST(ENTRY)};
+
+_Static_assert(sizeof operators / sizeof *operators == TOOL_OPERATORS, "tool_operator follows INGOT_OPERATOR_LIST");
+
+const char *tool_operator_name(tool_operator op) {
+	return operators[op].name;
+}
+
+int tool_operator_parse(const char *name) {
+	for (int i = 0; i < TOOL_OPERATORS; i++)
+		if (strcmp(operators[i].name, name) == 0) return i;
+	return -1;
+}
+
+ingot_status tool_run(tool_operator op, const void *params, const ingot_options *options) {
+	return operators[op].run(params, options);
+}
+
+ingot_status tool_workspace(tool_operator op, const void *params, const ingot_options *options, uint64_t *bytes) {
+	return operators[op].workspace(params, options, bytes);
+}
+
+ingot_status tool_prepare(tool_operator op, const void *params, const ingot_options *options) {
+	return operators[op].prepare(params, options);
+}
+
+char *tool_explain(tool_operator op, const void *params, const ingot_options *options, int32_t format,
+                   ingot_status *status) {
+	size_t needed = 0;
+	*status = operators[op].explain(params, options, format, NULL, 0, &needed);
+	if (*status != INGOT_OK) return NULL;
+	char *text = tool_alloc(needed + 1);
+	*status = operators[op].explain(params, options, format, text, needed + 1, &needed);
+	if (*status != INGOT_OK) {
+		free(text);
+		return NULL;
+	}
+	return text;
+}
+
+ingot_options tool_options(const char *backend, int32_t threads) {
+	return (ingot_options){.struct_size = sizeof(ingot_options), .backend = backend, .num_threads = threads};
+}
