@@ -5,7 +5,8 @@
 #     ARCH(name, parent, "flags")
 #
 # The longest architecture name found in the file's name wins. The pointers to all host halves, each named
-# ingot__impl_<file name>, go into a generated table in the order of the names.
+# ingot__impl_<file name>, go into a generated table in the order of the names. GPU kernels (.cu, .hip) are compiled here
+# with -DINGOT_HOST alone; their images are made by `ingot build`.
 
 # Families whose device half the C compiler of this build can compile.
 set(INGOT_CPU_FAMILIES reference)
@@ -86,6 +87,15 @@ function(ingot_kernels out)
 			endif()
 		endforeach()
 	endforeach()
+	# GPU families: `ingot build` compiles the kernels; the library holds their host halves only, which are C.
+	file(GLOB gpu_sources CONFIGURE_DEPENDS src/kernels/cuda/*.cu src/kernels/amd/*.hip)
+	foreach(source IN LISTS gpu_sources)
+		get_filename_component(base ${source} NAME_WE)
+		set_source_files_properties(${source} PROPERTIES LANGUAGE C)
+		list(APPEND impls ${base})
+		list(APPEND hosts ${source})
+	endforeach()
+
 	if(hosts)
 		add_library(ingot_kernels_host OBJECT ${hosts})
 		target_compile_definitions(ingot_kernels_host PRIVATE INGOT_HOST)
