@@ -32,8 +32,9 @@ static cJSON *as_json(void) {
 		cJSON_AddStringToObject(item, "device", devices[impl.device_type < 3 ? impl.device_type : 0]);
 		cJSON_AddBoolToObject(item, "available", impl.available);
 		cJSON *variants = cJSON_AddArrayToObject(item, "variants");
-		for (int32_t v = 0; v < impl.variant_count; v++)
-			cJSON_AddItemToArray(variants, cJSON_CreateString(impl.variants[v]));
+		ingot_variant variant;
+		for (int32_t v = 0; ingot_variant_get(i, v, &variant) == INGOT_OK; v++)
+			cJSON_AddItemToArray(variants, cJSON_CreateString(variant.name));
 		cJSON_AddItemToArray(list, item);
 	}
 	return root;
