@@ -15,8 +15,7 @@ typedef struct forward_scratch {
 } forward_scratch;
 
 /* Carves the scratch at base; with NULL only its size counts. */
-static inline uint64_t forward_carve(const ingot__problem *p, void *base, forward_scratch *f)
-{
+static inline uint64_t forward_carve(const ingot__problem *p, void *base, forward_scratch *f) {
 	arena a = {.base = base};
 	f->decode = arena_reals(&a, 256);
 	f->q = arena_reals(&a, ROWS * p->head_dim);
@@ -33,8 +32,7 @@ static inline uint64_t forward_carve(const ingot__problem *p, void *base, forwar
 
 #ifdef INGOT_HOST
 
-static inline void forward_plan(const ingot__problem *p, ingot__plan *plan, ingot__task *rows, ingot__task *cells)
-{
+static inline void forward_plan(const ingot__problem *p, ingot__plan *plan, ingot__task *rows, ingot__task *cells) {
 	forward_scratch unused;
 	const int64_t tasks = p->batch * p->heads_q * blocks_of(longest(&p->q_side), ROWS);
 	/* Twice the scores and once P V at what plain code reaches, and an exponential a pair. */
@@ -51,39 +49,30 @@ static inline void forward_plan(const ingot__problem *p, ingot__plan *plan, ingo
 #else
 
 /* Steps 6 and 7 of the formula for one row whose weights are summed, and its stores. */
-static inline void forward_finish(const scope *s, const forward_scratch *f, int64_t row, int r)
-{
+static inline void forward_finish(const scope *s, const forward_scratch *f, int64_t row, int r) {
 	const ingot__problem *const p = s->p;
 	real *const out = f->sum + r * p->head_dim_v;
 	const real total = f->total[r];
-	for (int64_t d = 0; d < p->head_dim_v; d++)
-		out[d] = f->any[r] && total != 0 ? out[d] / total : 0;
+	for (int64_t d = 0; d < p->head_dim_v; d++) out[d] = f->any[r] && total != 0 ? out[d] / total : 0;
 	store_values(&p->out, ingot__row_offset(&p->out, s->q, s->head, row + r), out, p->head_dim_v, 1);
-	if (p->lse.dtype == INGOT_NONE)
-		return;
+	if (p->lse.dtype == INGOT_NONE) return;
 	real lse = total == 0 ? REAL(-INFINITY) : f->top[r] + log(total);
-	if (p->lse_base == INGOT_LSE_BASE2)
-		lse *= REAL(1.4426950408889634074); /* 1 / ln 2 */
+	if (p->lse_base == INGOT_LSE_BASE2) lse *= REAL(1.4426950408889634074); /* 1 / ln 2 */
 	ingot__store(p->lse.data, ingot__lse_offset(p, s->q, s->b, s->head, row + r), INGOT_F32, (float)lse);
 }
 
 /* Adds the tile's weights and weights times V to its rows' sums. */
-static inline void forward_add(const scope *s, const forward_scratch *f)
-{
+static inline void forward_add(const scope *s, const forward_scratch *f) {
 	const ingot__problem *const p = s->p;
 	tile *const t = f->tile;
 	for (int r = 0; r < t->rows; r++) {
 		real factor[KEYS], total = 0;
-		if (p->features & INGOT__DROPOUT)
-			dropout_factors(factor, s, t->row + r, t->key);
+		dropout_factors(factor, s, t->row + r, t->key);
 		for (int c = 0; c < KEYS; c++) {
-			if (!t->valid[r][c])
-				continue;
+			if (!t->valid[r][c]) continue;
 			const real e = exp(t->score[r][c] - f->top[r]);
 			total += e;
-			t->weight[r][c] = rounded(e, p->v.dtype);
-			if (p->features & INGOT__DROPOUT)
-				t->weight[r][c] *= factor[c];
+			t->weight[r][c] = rounded(e, p->v.dtype) * factor[c];
 		}
 		f->total[r] += total;
 	}
@@ -92,16 +81,14 @@ static inline void forward_add(const scope *s, const forward_scratch *f)
 }
 
 /* Task: ROWS query rows of one head of one sequence. */
-static inline void forward_rows(const ingot__problem *p, void *scratch, int64_t index)
-{
+static inline void forward_rows(const ingot__problem *p, void *scratch, int64_t index) {
 	forward_scratch f;
 	(void)forward_carve(p, scratch, &f);
 	const int64_t blocks = blocks_of(longest(&p->q_side), ROWS), row = index % blocks * ROWS,
 				  head = index / blocks % p->heads_q;
 	const scope s = scope_of(p, index / blocks / p->heads_q, head, f.decode);
 	const int rows = (int)ingot__clamp(s.q.count - row, 0, ROWS);
-	if (!rows)
-		return;
+	if (!rows) return;
 	int64_t first, last;
 	keys_seen(&s, row, rows, &first, &last);
 	load_rows(&s, f.q, &p->q, p->head_dim, row, rows, s.q_factor);
@@ -113,47 +100,37 @@ static inline void forward_rows(const ingot__problem *p, void *scratch, int64_t 
 		f.top[r] = isnan(sink) ? REAL(-INFINITY) : sink;
 	}
 	for (int64_t key = first / KEYS * KEYS; key < last; key += KEYS) {
-		if (!tile_place(f.tile, &s, row, rows, key))
-			continue;
+		if (!tile_place(f.tile, &s, row, rows, key)) continue;
 		load_keys(&s, NULL, f.k, &p->k, p->head_dim, key, f.tile->keys, s.k_factor);
 		tile_scores(f.tile, &s, f.q, f.k);
 		for (int r = 0; r < rows; r++) {
 			for (int c = 0; c < KEYS; c++) {
-				if (!f.tile->valid[r][c])
-					continue;
+				if (!f.tile->valid[r][c]) continue;
 				f.any[r] = true;
-				if (f.tile->score[r][c] > f.top[r])
-					f.top[r] = f.tile->score[r][c];
+				if (f.tile->score[r][c] > f.top[r]) f.top[r] = f.tile->score[r][c];
 			}
 		}
 	}
 	for (int r = 0; r < rows; r++) {
 		/* Nothing above -inf: subtract 0, so that a weight is exp(-inf) = 0 and not exp(-inf + inf). */
-		if (f.top[r] == REAL(-INFINITY))
-			f.top[r] = 0;
+		if (f.top[r] == REAL(-INFINITY)) f.top[r] = 0;
 		f.total[r] = exp(sink - f.top[r]);
-		for (int64_t d = 0; d < p->head_dim_v; d++)
-			f.sum[r * p->head_dim_v + d] = 0;
+		for (int64_t d = 0; d < p->head_dim_v; d++) f.sum[r * p->head_dim_v + d] = 0;
 	}
 	for (int64_t key = first / KEYS * KEYS; key < last; key += KEYS) {
-		if (!tile_place(f.tile, &s, row, rows, key))
-			continue;
+		if (!tile_place(f.tile, &s, row, rows, key)) continue;
 		load_keys(&s, NULL, f.k, &p->k, p->head_dim, key, f.tile->keys, s.k_factor);
 		tile_scores(f.tile, &s, f.q, f.k);
 		forward_add(&s, &f);
 	}
-	for (int r = 0; r < rows; r++)
-		forward_finish(&s, &f, row, r);
+	for (int r = 0; r < rows; r++) forward_finish(&s, &f, row, r);
 }
 
 /* Task: the seed and offset that were used, where asked for. */
-static inline void forward_cells(const ingot__problem *p)
-{
+static inline void forward_cells(const ingot__problem *p) {
 	const uint64_t seed = ingot__dropout_seed(p), offset = ingot__dropout_offset(p);
-	if (p->dropout_seed_out.dtype != INGOT_NONE)
-		memcpy(p->dropout_seed_out.data, &seed, sizeof seed);
-	if (p->dropout_offset_out.dtype != INGOT_NONE)
-		memcpy(p->dropout_offset_out.data, &offset, sizeof offset);
+	if (p->dropout_seed_out.dtype != INGOT_NONE) memcpy(p->dropout_seed_out.data, &seed, sizeof seed);
+	if (p->dropout_offset_out.dtype != INGOT_NONE) memcpy(p->dropout_offset_out.data, &offset, sizeof offset);
 }
 
 #endif

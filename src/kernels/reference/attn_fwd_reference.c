@@ -9,15 +9,13 @@ ingot__task ingot__attn_fwd_reference_rows, ingot__attn_fwd_reference_cells;
 
 #ifdef INGOT_HOST
 
-static const char *refuse(const ingot__problem *problem, const ingot__device *device, int *variant)
-{
+static const char *refuse(const ingot__problem *problem, const ingot__device *device, int *variant) {
 	(void)problem, (void)device;
 	*variant = 0;
 	return NULL;
 }
 
-static void plan(const ingot__problem *problem, const ingot__device *device, int threads, ingot__plan *out)
-{
+static void plan(const ingot__problem *problem, const ingot__device *device, int threads, ingot__plan *out) {
 	(void)device, (void)threads;
 	forward_plan(problem, out, ingot__attn_fwd_reference_rows, ingot__attn_fwd_reference_cells);
 }
@@ -41,15 +39,13 @@ const ingot__impl ingot__impl_attn_fwd_reference = {
 #else
 
 void ingot__attn_fwd_reference_rows(const ingot__problem *problem, const ingot__plan *plan, void *workspace,
-                                    void *scratch, int64_t index)
-{
+                                    void *scratch, int64_t index) {
 	(void)plan, (void)workspace;
 	forward_rows(problem, scratch, index);
 }
 
 void ingot__attn_fwd_reference_cells(const ingot__problem *problem, const ingot__plan *plan, void *workspace,
-                                     void *scratch, int64_t index)
-{
+                                     void *scratch, int64_t index) {
 	(void)plan, (void)workspace, (void)scratch, (void)index;
 	forward_cells(problem);
 }
