@@ -23,7 +23,7 @@ PKG_CONFIG_PATH=$(dirname "$pc")
 export PKG_CONFIG_PATH
 lib=$(pkg-config --variable=libdir ingot)
 # shellcheck disable=SC2046 # the flags are words
-"$cc" -std=c17 -Wall -Wextra -Wpedantic -Werror "$consumer/main.c" $(pkg-config --cflags --libs ingot) \
+"$cc" -std=c17 -Wall -Wextra -Wpedantic -Werror "$consumer/main.c" $(pkg-config --cflags --libs ingot) -lm \
 	-Wl,-rpath,"$lib" -o "$work/by_pkg_config"
 "$work/by_pkg_config"
 
