@@ -140,7 +140,8 @@ typedef struct ingot_options {
 	/* Memory of the stream's device, at least what the workspace verb says, aligned to 256 bytes. NULL: see alloc. */
 	void *workspace;
 	uint64_t workspace_size; /* bytes */
-	/* Without a workspace: alloc gives device memory aligned to 256 bytes or NULL, free takes it back (both or neither).
+	/* Without a workspace: alloc gives device memory aligned to 256 bytes or NULL, free takes it back (both or neither). On a
+	 * GPU free is called when the work was queued, not when it is done: order it after the work on the stream.
 	 * Neither: the device's own pool. */
 	void *(*alloc)(void *context, uint64_t size);
 	void (*free)(void *context, void *memory);

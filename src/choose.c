@@ -286,6 +286,9 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 		else c->refusal = impl->refuse(problem, device, &c->variant);
 		if (!c->refusal && force && *f.variant && strcmp(f.variant, ingot__variant_name(impl, c->variant)))
 			c->refusal = "the forced variant is not the one that runs this problem";
+		if (!c->refusal && !exactly && !(options->flags & INGOT_STRICT) &&
+		    !ingot__image_present(impl, c->variant, device, options))
+			c->refusal = "no pack holds its image for this device";
 		if (!c->refusal) able++;
 	}
 	if (force && !named)

@@ -1,23 +1,238 @@
 /*
- * The image stage: makes sure that a choice's code is on the device. CPU implementations are part of the library, so there is
- * nothing to find; the packs of GPU architectures are mapped, verified and cached here.
+ * The image stage: makes sure that a plan's kernels are on the device. Packs are looked for in the folders of the options, of
+ * INGOT_IMAGE_PATH and of the library itself, under the name ingot-ARCH.pack, for the device's architecture and those whose
+ * machine code it also runs. What is found stays loaded for the life of the process, so that a warm call takes two atomic
+ * loads. CPU code is part of the library. Nothing here ever writes to the file system.
  */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 #include "pipeline.h"
 #include "support/error.h"
+#include "support/log.h"
+#include "support/pack.h"
 
-ingot_status ingot__image_load(const ingot__choice *choice, const ingot__plan *plan, const ingot__device *device,
-                               const ingot_options *options, ingot__functions *functions) {
-	(void)options;
-	(void)plan;
-	(void)functions;
-	if (device->type == INGOT_CPU) return INGOT_OK;
-	return ingot__fail(INGOT_IMAGE, "%s has no image for %s", choice->impl->name, device->arch);
+enum { UNKNOWN, PRESENT, ABSENT };
+
+typedef struct loaded {
+	void *function[INGOT__PACK_KERNELS]; /* in the order of impl->kernels */
+	uint32_t arguments_size[INGOT__PACK_KERNELS];
+} loaded;
+
+typedef struct slot {
+	atomic_int presence;
+	_Atomic(loaded *) code;
+} slot;
+
+/* The packs that one search path gives one device, and what was loaded from them. Made once, never freed. */
+typedef struct store {
+	struct store *next;
+	const ingot__device *device;
+	char *path; /* options.image_path, "" without */
+	ingot__pack **pack;
+	int packs;
+	int *first; /* per implementation: index of its first variant's slot */
+	slot *slots;
+} store;
+
+static _Atomic(store *) stores;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* ---- finding packs ------------------------------------------------------------------------------------------------------ */
+
+/* A pack that cannot be opened is an absent one here: another folder may have a good one. What was wrong is in the log, and
+ * `ingot image verify` tells it again. */
+static void add_packs(store *s, const char *folder, size_t length) {
+	char path[4096];
+	for (const char *arch = s->device->arch; *arch; arch = ingot__arch_parent(arch)) {
+		if (length + strlen(arch) + sizeof "/ingot-.pack" > sizeof path) {
+			ingot__log(1, "image path: a folder's name of %zu characters is too long", length);
+			return;
+		}
+		snprintf(path, sizeof path, "%.*s/ingot-%s.pack", (int)length, folder, arch);
+		ingot__pack *pack;
+		bool missing;
+		if (ingot__pack_open(path, &pack, &missing)) {
+			if (!missing) ingot__log(1, "%s", ingot_last_error());
+			continue;
+		}
+		if (strcmp(ingot__pack_head(pack)->arch, arch)) {
+			ingot__log(1, "pack %s is for %s, not for %s: it is left out", path, ingot__pack_head(pack)->arch, arch);
+			ingot__pack_close(pack);
+			continue;
+		}
+		ingot__pack **more = realloc(s->pack, sizeof *more * (size_t)(s->packs + 1));
+		if (!more) {
+			ingot__pack_close(pack);
+			return;
+		}
+		s->pack = more;
+		s->pack[s->packs++] = pack;
+		ingot__log(3, "pack %s: %u images, %s", path, ingot__pack_head(pack)->entries,
+		           ingot__pack_head(pack)->toolchain);
+	}
+}
+
+static void add_folders(store *s, const char *list) {
+	while (list && *list) {
+		const size_t length = strcspn(list, ":");
+		if (length) add_packs(s, list, length);
+		list += length + (list[length] == ':');
+	}
+}
+
+static store *make_store(const ingot__device *device, const char *path) {
+	store *s = calloc(1, sizeof *s);
+	if (!s) return NULL;
+	int slots = 0;
+	s->device = device;
+	s->path = strdup(path);
+	s->first = calloc((size_t)ingot__impl_count + 1, sizeof *s->first);
+	for (int i = 0; s->first && i < ingot__impl_count; i++) {
+		s->first[i] = slots;
+		slots += ingot__impls[i]->variant_count;
+	}
+	s->slots = calloc((size_t)slots + 1, sizeof *s->slots);
+	if (!s->path || !s->first || !s->slots) {
+		free(s->path);
+		free(s->first);
+		free(s->slots);
+		free(s);
+		return NULL;
+	}
+	if (*path) add_folders(s, path);
+	add_folders(s, getenv("INGOT_IMAGE_PATH"));
+	const char *own = ingot__library_folder();
+	if (*own) add_packs(s, own, strlen(own));
+	return s;
+}
+
+static store *store_of(const ingot__device *device, const ingot_options *options) {
+	const char *path = options->image_path ? options->image_path : "";
+	for (store *s = atomic_load_explicit(&stores, memory_order_acquire); s; s = s->next)
+		if (s->device == device && !strcmp(s->path, path)) return s;
+	pthread_mutex_lock(&lock);
+	store *found = NULL;
+	for (store *s = atomic_load(&stores); s && !found; s = s->next)
+		if (s->device == device && !strcmp(s->path, path)) found = s;
+	if (!found && (found = make_store(device, path))) {
+		found->next = atomic_load(&stores);
+		atomic_store_explicit(&stores, found, memory_order_release);
+	}
+	pthread_mutex_unlock(&lock);
+	return found;
+}
+
+static slot *slot_of(store *s, const ingot__impl *impl, int variant) {
+	for (int i = 0; i < ingot__impl_count; i++)
+		if (ingot__impls[i] == impl) return &s->slots[s->first[i] + variant];
+	return NULL;
+}
+
+/* The first pack that has the image; the lock is held. A damaged index is reported by the pack and passed over. */
+static const ingot__pack_entry *find_entry(store *s, const ingot__impl *impl, int variant, ingot__pack **pack) {
+	for (int i = 0; i < s->packs; i++) {
+		const ingot__pack_entry *entry;
+		if (!ingot__pack_find(s->pack[i], impl->name, ingot__variant_name(impl, variant), &entry) && entry) {
+			*pack = s->pack[i];
+			return entry;
+		}
+	}
+	return NULL;
 }
 
 bool ingot__image_present(const ingot__impl *impl, int variant, const ingot__device *device,
                           const ingot_options *options) {
-	(void)impl;
-	(void)variant;
-	(void)options;
-	return device->type == INGOT_CPU;
+	if (device->type == INGOT_CPU) return true;
+	store *s = store_of(device, options);
+	slot *const at = s ? slot_of(s, impl, variant) : NULL;
+	if (!at) return false;
+	int presence = atomic_load_explicit(&at->presence, memory_order_relaxed);
+	if (presence == UNKNOWN) {
+		ingot__pack *pack;
+		pthread_mutex_lock(&lock);
+		presence = find_entry(s, impl, variant, &pack) ? PRESENT : ABSENT;
+		atomic_store(&at->presence, presence);
+		pthread_mutex_unlock(&lock);
+		if (presence == ABSENT)
+			ingot__log(2, "no image of %s:%s for %s among %d packs: it is passed over", impl->name,
+			           ingot__variant_name(impl, variant), device->arch, s->packs);
+	}
+	return presence == PRESENT;
+}
+
+/* ---- loading ------------------------------------------------------------------------------------------------------------- */
+
+static ingot_status load(store *s, const ingot__impl *impl, int variant, loaded **out) {
+	const char *name = ingot__variant_name(impl, variant);
+	ingot__pack *pack;
+	const ingot__pack_entry *entry = find_entry(s, impl, variant, &pack);
+	if (!entry)
+		return ingot__fail(INGOT_IMAGE,
+		                   "no pack for %s has an image of %s:%s; searched %d packs of options.image_path, "
+		                   "INGOT_IMAGE_PATH and the library's folder; `ingot build` makes one",
+		                   s->device->arch, impl->name, name, s->packs);
+	void *object, *module;
+	ingot_status status = ingot__pack_read(pack, entry, &object);
+	if (status) return status;
+	loaded *l = calloc(1, sizeof *l);
+	if (!l) {
+		free(object);
+		return ingot__fail(INGOT_OUT_OF_MEMORY, "no memory to load %s:%s", impl->name, name);
+	}
+	status = s->device->driver->load(s->device, object, entry->size, &module);
+	free(object);
+	for (int i = 0; !status && i < INGOT__PACK_KERNELS && impl->kernels[i]; i++) {
+		const ingot__pack_kernel *kernel = NULL;
+		for (int j = 0; j < INGOT__PACK_KERNELS && !kernel; j++)
+			if (!strcmp(entry->kernel[j].name, impl->kernels[i])) kernel = &entry->kernel[j];
+		if (!kernel)
+			status = ingot__fail(INGOT_IMAGE, "pack %s, %s:%s has no kernel %s", ingot__pack_path(pack), impl->name,
+			                     name, impl->kernels[i]);
+		else {
+			l->arguments_size[i] = kernel->arguments_size;
+			status =
+				s->device->driver->function(s->device, module, kernel->name, s->device->shared_most, &l->function[i]);
+		}
+	}
+	if (status) free(l);
+	else *out = l;
+	return status;
+}
+
+ingot_status ingot__image_load(const ingot__choice *choice, const ingot__plan *plan, const ingot__device *device,
+                               const ingot_options *options, ingot__functions *functions) {
+	memset(functions, 0, sizeof *functions);
+	if (device->type == INGOT_CPU) return INGOT_OK;
+	const ingot__impl *const impl = choice->impl;
+	store *s = store_of(device, options);
+	slot *const at = s ? slot_of(s, impl, choice->variant) : NULL;
+	if (!at) return ingot__fail(INGOT_OUT_OF_MEMORY, "no memory to search for packs");
+	loaded *l = atomic_load_explicit(&at->code, memory_order_acquire);
+	if (!l) {
+		ingot_status status = INGOT_OK;
+		pthread_mutex_lock(&lock);
+		if (!(l = atomic_load(&at->code)) && !(status = load(s, impl, choice->variant, &l))) {
+			atomic_store_explicit(&at->code, l, memory_order_release);
+			atomic_store(&at->presence, PRESENT);
+		}
+		pthread_mutex_unlock(&lock);
+		if (status) return status;
+	}
+	for (int step = 0; step < plan->steps; step++)
+		for (int i = 0; i < INGOT__PACK_KERNELS && impl->kernels[i]; i++)
+			if (!strcmp(impl->kernels[i], plan->step[step].kernel)) {
+				if (l->arguments_size[i] != plan->arguments_size)
+					return ingot__fail(
+						INGOT_IMAGE,
+						"the image of %s:%s takes %u bytes of arguments where the library gives %u: it is of "
+						"another version",
+						impl->name, ingot__variant_name(impl, choice->variant), l->arguments_size[i],
+						plan->arguments_size);
+				functions->function[step] = l->function[i];
+			}
+	return INGOT_OK;
 }

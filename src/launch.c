@@ -4,6 +4,7 @@
  */
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 
 #include "pipeline.h"
@@ -124,12 +125,53 @@ static void run_steps(const ingot__problem *problem, const ingot_options *option
 	}
 }
 
+/* ---- on a GPU ----------------------------------------------------------------------------------------------------------- */
+
+static ingot_status launch_kernels(const ingot__device *device, const ingot_options *options, ingot_stream stream,
+                                   ingot__plan *plan, const ingot__functions *functions) {
+	const ingot__driver *const driver = device->driver;
+	const uint64_t bytes = plan->workspace_bytes;
+	void *memory = options->workspace;
+	bool own = false;
+	ingot_status s = INGOT_OK;
+	if (memory && options->workspace_size < bytes)
+		return ingot__fail(INGOT_WORKSPACE, "options.workspace_size is %llu; this call needs %llu bytes",
+		                   (unsigned long long)options->workspace_size, (unsigned long long)bytes);
+	if (!memory && bytes) {
+		if (options->alloc) {
+			memory = options->alloc(options->alloc_context, bytes);
+			if (!memory)
+				return ingot__fail(INGOT_OUT_OF_MEMORY, "options.alloc gave no %llu bytes", (unsigned long long)bytes);
+		} else {
+			bool capturing;
+			if ((s = driver->capturing(device, stream.handle, &capturing))) return s;
+			if (capturing)
+				return ingot__fail(
+					INGOT_WORKSPACE,
+					"the stream is being captured and this call needs %llu bytes; give options.workspace",
+					(unsigned long long)bytes);
+			if ((s = driver->alloc(device, stream.handle, bytes, &memory))) return s;
+		}
+		own = true;
+	}
+	memcpy(plan->arguments, &memory, sizeof memory);
+	for (int i = 0; i < plan->steps && !s; i++) {
+		const ingot__step *const step = &plan->step[i];
+		if (step->grid[0] && step->grid[1] && step->grid[2])
+			s = driver->launch(device, stream.handle, functions->function[i], step->grid, step->block,
+			                   step->shared_bytes, plan->arguments, plan->arguments_size);
+	}
+	if (own && options->alloc) options->free(options->alloc_context, memory);
+	else if (own) {
+		const ingot_status freed = driver->free(device, stream.handle, memory);
+		if (!s) s = freed;
+	}
+	return s;
+}
+
 ingot_status ingot__launch(const ingot__problem *problem, const ingot__device *device, const ingot_options *options,
                            ingot_stream stream, ingot__plan *plan, const ingot__functions *functions, int threads) {
-	(void)stream;
-	(void)functions;
-	if (device->type != INGOT_CPU)
-		return ingot__fail(INGOT_NO_DEVICE, "this build of the library launches on CPUs only");
+	if (device->type != INGOT_CPU) return launch_kernels(device, options, stream, plan, functions);
 	const uint64_t bytes = ingot__launch_bytes(plan, device, threads);
 	if (options->workspace) {
 		if (options->workspace_size < bytes)

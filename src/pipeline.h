@@ -164,6 +164,8 @@ typedef struct ingot__device {
 ingot_status ingot__device_get(ingot_stream stream, const ingot__device **device);
 /* Whether the device runs code built for arch ("" always). */
 bool ingot__device_runs(const ingot__device *device, const char *arch);
+/* The folder that holds the library's own file, "" if it cannot be told. The library's, valid for ever. */
+const char *ingot__library_folder(void);
 /* The architecture whose code and rows also serve `arch`, "" at the root. */
 const char *ingot__arch_parent(const char *arch);
 
