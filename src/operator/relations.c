@@ -369,10 +369,10 @@ ingot_status ingot__need_attention(const ingot__raw *raw, ingot__problem *p) {
 			if (t->ndim != 2)
 				return ingot__fail(INGOT_INVALID, "lse.ndim is %d; with a stacked q it must be 2, %s", t->ndim,
 				                   th ? "[T,Hq]" : "[Hq,T]");
-			if ((s = ingot__need_extent("lse", t, th, p->q.shape[2], "T, rows of q")) ||
-			    (s = ingot__need_extent("lse", t, !th, p->heads_q, "Hq")))
+			if ((s = ingot__need_extent("lse", t, !th, p->q.shape[2], "T, rows of q")) ||
+			    (s = ingot__need_extent("lse", t, th, p->heads_q, "Hq")))
 				return s;
-			const int64_t h = t->stride[!th], r = t->stride[th];
+			const int64_t h = t->stride[th], r = t->stride[!th];
 			t->ndim = 3;
 			t->shape[0] = 1, t->shape[1] = p->heads_q, t->shape[2] = p->q.shape[2];
 			t->stride[0] = 0, t->stride[1] = h, t->stride[2] = r;
