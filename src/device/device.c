@@ -11,12 +11,9 @@
 ingot_status ingot__device_get(ingot_stream stream, const ingot__device **device) {
 	switch (stream.type) {
 	case INGOT_CPU: return ingot__cpu_get(stream, device);
-	case INGOT_CUDA:
+	case INGOT_CUDA: return ingot__cuda_get(stream, device);
 	case INGOT_HIP:
-		return ingot__fail(INGOT_NO_DEVICE,
-		                   "stream.type is %s, but this build of the library has no driver layer for it; it runs on "
-		                   "CPUs (INGOT_CPU)",
-		                   stream.type == INGOT_CUDA ? "INGOT_CUDA" : "INGOT_HIP");
+		return ingot__fail(INGOT_NO_DEVICE, "stream.type is INGOT_HIP, but this library has no driver layer for it");
 	default:
 		return ingot__fail(INGOT_INVALID, "stream.type is %d; allowed are 0 INGOT_CPU, 1 INGOT_CUDA, 2 INGOT_HIP",
 		                   stream.type);
@@ -24,11 +21,13 @@ ingot_status ingot__device_get(ingot_stream stream, const ingot__device **device
 }
 
 bool ingot__device_runs(const ingot__device *device, const char *arch) {
-	return !*arch || (device->type == INGOT_CPU && (device->arch_mask & ingot__cpu_arch_bit(arch)));
+	const uint64_t bit = device->type == INGOT_CPU ? ingot__cpu_arch_bit(arch) : ingot__cuda_arch_bit(arch);
+	return !*arch || (device->arch_mask & bit);
 }
 
 const char *ingot__arch_parent(const char *arch) {
 	const char *parent = ingot__cpu_arch_parent(arch);
+	if (!parent) parent = ingot__cuda_arch_parent(arch);
 	return parent ? parent : "";
 }
 

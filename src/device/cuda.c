@@ -1,0 +1,357 @@
+/*
+ * NVIDIA GPUs through libcuda, opened at the first GPU call; no CUDA header and no CUDA runtime. Code objects are loaded as
+ * libraries, which belong to no context, so that streams of the primary context (PyTorch's too) and of contexts that a caller
+ * made run the same kernels. Every call makes the stream's context current for its own length only.
+ */
+#include <ctype.h>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../support/error.h"
+#include "../support/log.h"
+#include "device.h"
+
+/* ---- the driver's interface, as its documentation gives it ------------------------------------------------------------- */
+
+typedef int CUresult, CUdevice;
+typedef struct CUctx_st *CUcontext;
+typedef struct CUstream_st *CUstream;
+typedef struct CUlib_st *CUlibrary;
+typedef struct CUkern_st *CUkernel;
+typedef unsigned long long CUdeviceptr;
+
+enum {
+	CUDA_SUCCESS = 0,
+	CUDA_ERROR_OUT_OF_MEMORY = 2,
+	CUDA_ERROR_NOT_FOUND = 500,
+	ATTRIBUTE_MULTIPROCESSORS = 16,
+	ATTRIBUTE_L2_BYTES = 38,
+	ATTRIBUTE_MAJOR = 75,
+	ATTRIBUTE_MINOR = 76,
+	ATTRIBUTE_SHARED_OPTIN = 97,
+	FUNCTION_STATIC_SHARED = 1,
+	FUNCTION_DYNAMIC_SHARED_MOST = 8
+};
+
+#define FUNCTIONS(X)                                                                                                   \
+	X(CUresult, cuInit, (unsigned flags))                                                                              \
+	X(CUresult, cuGetErrorName, (CUresult error, const char **name))                                                   \
+	X(CUresult, cuGetErrorString, (CUresult error, const char **text))                                                 \
+	X(CUresult, cuDeviceGetCount, (int *count))                                                                        \
+	X(CUresult, cuDeviceGet, (CUdevice * device, int ordinal))                                                         \
+	X(CUresult, cuDeviceGetName, (char *name, int length, CUdevice device))                                            \
+	X(CUresult, cuDeviceGetPCIBusId, (char *id, int length, CUdevice device))                                          \
+	X(CUresult, cuDeviceGetAttribute, (int *value, int attribute, CUdevice device))                                    \
+	X(CUresult, cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                                      \
+	X(CUresult, cuCtxGetCurrent, (CUcontext * context))                                                                \
+	X(CUresult, cuCtxPushCurrent_v2, (CUcontext context))                                                              \
+	X(CUresult, cuCtxPopCurrent_v2, (CUcontext * context))                                                             \
+	X(CUresult, cuCtxGetDevice, (CUdevice * device))                                                                   \
+	X(CUresult, cuStreamGetCtx, (CUstream stream, CUcontext * context))                                                \
+	X(CUresult, cuStreamIsCapturing, (CUstream stream, int *status))                                                   \
+	X(CUresult, cuLibraryLoadData,                                                                                     \
+	  (CUlibrary * library, const void *code, int *jit, void **jit_values, unsigned jit_count, int *options,           \
+	   void **option_values, unsigned option_count))                                                                   \
+	X(CUresult, cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char *name))                          \
+	X(CUresult, cuKernelGetAttribute, (int *value, int attribute, CUkernel kernel, CUdevice device))                   \
+	X(CUresult, cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device))                    \
+	X(CUresult, cuLaunchKernel,                                                                                        \
+	  (CUkernel kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, \
+	   CUstream stream, void **parameters, void **extra))                                                              \
+	X(CUresult, cuMemAllocAsync, (CUdeviceptr * memory, size_t size, CUstream stream))                                 \
+	X(CUresult, cuMemFreeAsync, (CUdeviceptr memory, CUstream stream))
+
+#define DECLARE(result, name, parameters) static result(*name) parameters;
+FUNCTIONS(DECLARE)
+#undef DECLARE
+
+static const char *error_name(CUresult error) {
+	const char *name = NULL;
+	return cuGetErrorName && cuGetErrorName(error, &name) == CUDA_SUCCESS && name ? name : "an unknown CUDA error";
+}
+
+static ingot_status driver_failed(CUresult error, const char *what) {
+	const char *text = NULL;
+	if (cuGetErrorString(error, &text) != CUDA_SUCCESS || !text) text = "no text";
+	return ingot__fail(error == CUDA_ERROR_OUT_OF_MEMORY ? INGOT_OUT_OF_MEMORY : INGOT_DRIVER, "%s: %s (%s)", what,
+	                   error_name(error), text);
+}
+
+/* ---- opening --------------------------------------------------------------------------------------------------------------- */
+
+enum { DEVICES = 32 };
+static ingot__device devices[DEVICES];
+static struct {
+	pthread_mutex_t lock;
+	_Atomic(CUcontext) primary; /* NULL until the first call on the device */
+	CUdevice device;
+} states[DEVICES];
+static int device_count;
+static char no_driver[256]; /* why there is none */
+static atomic_bool forked;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static const ingot__driver driver;
+
+static const struct {
+	const char *name, *parent;
+	int capability;
+} rows[] = {
+#define ARCH(name, parent, flags, capability) {#name, #parent, capability},
+#include "../kernels/cuda/arch.def"
+#undef ARCH
+};
+enum { ROWS = sizeof rows / sizeof *rows };
+
+const char *ingot__cuda_arch_parent(const char *arch) {
+	for (int i = 0; i < ROWS; i++)
+		if (!strcmp(rows[i].name, arch)) return strcmp(rows[i].parent, "none") ? rows[i].parent : "";
+	return NULL;
+}
+
+uint64_t ingot__cuda_arch_bit(const char *arch) {
+	for (int i = 0; i < ROWS; i++)
+		if (!strcmp(rows[i].name, arch)) return (uint64_t)1 << i;
+	return 0;
+}
+
+static void in_child(void) {
+	atomic_store(&forked, true);
+}
+
+/* "NVIDIA H200" -> "h200" */
+static void short_name(const char *name, char *out, size_t capacity) {
+	if (!strncmp(name, "NVIDIA ", 7)) name += 7;
+	size_t n = 0;
+	for (; *name && n + 1 < capacity; name++) {
+		if (isalnum((unsigned char)*name)) out[n++] = (char)tolower((unsigned char)*name);
+		else if (n && out[n - 1] != '_') out[n++] = '_';
+	}
+	out[n] = 0;
+}
+
+static CUresult describe(int ordinal) {
+	ingot__device *const d = &devices[ordinal];
+	CUdevice device;
+	int major = 0, minor = 0, shared = 0, l2 = 0;
+	char name[128] = "", text[24], bus[32] = "";
+	CUresult e = cuDeviceGet(&device, ordinal);
+	if (!e) e = cuDeviceGetAttribute(&major, ATTRIBUTE_MAJOR, device);
+	if (!e) e = cuDeviceGetAttribute(&minor, ATTRIBUTE_MINOR, device);
+	if (!e) e = cuDeviceGetAttribute(&d->multiprocessors, ATTRIBUTE_MULTIPROCESSORS, device);
+	if (!e) e = cuDeviceGetAttribute(&shared, ATTRIBUTE_SHARED_OPTIN, device);
+	if (!e) e = cuDeviceGetAttribute(&l2, ATTRIBUTE_L2_BYTES, device);
+	if (!e) e = cuDeviceGetName(name, sizeof name, device);
+	if (!e) e = cuDeviceGetPCIBusId(bus, sizeof bus, device);
+	if (e) return e;
+	/* the last row of this major that is not above this minor; rows rise */
+	int best = -1;
+	for (int i = 0; i < ROWS; i++)
+		if (rows[i].capability / 10 == major && rows[i].capability <= major * 10 + minor) best = i;
+	d->type = INGOT_CUDA;
+	d->ordinal = ordinal;
+	d->threads = 1;
+	d->shared_most = (uint32_t)shared;
+	d->l2_bytes = (uint64_t)l2;
+	d->driver = &driver;
+	snprintf(d->arch, sizeof d->arch, "%s", best < 0 ? "sm_unknown" : rows[best].name);
+	for (const char *arch = d->arch; arch && *arch; arch = ingot__cuda_arch_parent(arch))
+		d->arch_mask |= ingot__cuda_arch_bit(arch);
+	short_name(name, text, sizeof text);
+	snprintf(d->model, sizeof d->model, "%.22s_%s", d->arch, text);
+	states[ordinal].device = device;
+	pthread_mutex_init(&states[ordinal].lock, NULL);
+	ingot__log(3, "CUDA device %d: %s, %s, compute capability %d.%d, %s", ordinal, name, bus, major, minor, d->arch);
+	return CUDA_SUCCESS;
+}
+
+static void open_driver(void) {
+	void *const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+	if (!library) {
+		snprintf(no_driver, sizeof no_driver, "there is no NVIDIA driver: %.160s", dlerror());
+		return;
+	}
+#define RESOLVE(result, name, parameters)                                                                           \
+	*(void **)&name = dlsym(library, #name);                                                                        \
+	if (!name) {                                                                                                    \
+		snprintf(no_driver, sizeof no_driver, "the NVIDIA driver has no %s; Ingot needs one of CUDA 12.0 or later", \
+		         #name);                                                                                            \
+		return;                                                                                                     \
+	}
+	FUNCTIONS(RESOLVE)
+#undef RESOLVE
+	int count = 0;
+	CUresult e = cuInit(0);
+	if (!e) e = cuDeviceGetCount(&count);
+	if (count > DEVICES) count = DEVICES;
+	for (int i = 0; i < count && !e; i++) e = describe(i);
+	if (e) snprintf(no_driver, sizeof no_driver, "the NVIDIA driver does not start: %s", error_name(e));
+	else if (!count) snprintf(no_driver, sizeof no_driver, "the NVIDIA driver sees no device");
+	else device_count = count;
+	pthread_atfork(NULL, NULL, in_child);
+}
+
+/* ---- contexts ------------------------------------------------------------------------------------------------------------ */
+
+static ingot_status primary_context(int ordinal, CUcontext *context) {
+	*context = atomic_load_explicit(&states[ordinal].primary, memory_order_acquire);
+	if (*context) return INGOT_OK;
+	pthread_mutex_lock(&states[ordinal].lock);
+	CUresult e = CUDA_SUCCESS;
+	*context = atomic_load(&states[ordinal].primary);
+	if (!*context) {
+		/* retained for the life of the process, as the CUDA runtime does */
+		e = cuDevicePrimaryCtxRetain(context, states[ordinal].device);
+		if (!e) atomic_store_explicit(&states[ordinal].primary, *context, memory_order_release);
+	}
+	pthread_mutex_unlock(&states[ordinal].lock);
+	return e ? driver_failed(e, "the device's primary context cannot be had") : INGOT_OK;
+}
+
+/* The default streams (0, and the legacy and per-thread handles 1 and 2) belong to whatever context is current. */
+static bool is_default(const void *stream) {
+	return (uintptr_t)stream <= 2;
+}
+
+typedef struct visit {
+	bool pushed;
+} visit;
+
+/* Makes the context of a stream of the device current until leave(). */
+static ingot_status enter(const ingot__device *device, void *stream, visit *v) {
+	CUcontext want, now;
+	CUresult e;
+	v->pushed = false;
+	ingot_status s = primary_context(device->ordinal, &want);
+	if (s) return s;
+	if (!is_default(stream)) {
+		CUcontext own;
+		if ((e = cuStreamGetCtx(stream, &own))) return driver_failed(e, "stream.handle is no stream of this process");
+		if (own != want) {
+			CUdevice of = -1;
+			CUcontext popped;
+			if ((e = cuCtxPushCurrent_v2(own))) return driver_failed(e, "the stream's context cannot be entered");
+			e = cuCtxGetDevice(&of);
+			cuCtxPopCurrent_v2(&popped);
+			if (e) return driver_failed(e, "the stream's device cannot be told");
+			if (of != states[device->ordinal].device)
+				return ingot__fail(INGOT_INVALID,
+				                   "stream.handle belongs to another device than stream.device, which is %d",
+				                   device->ordinal);
+			want = own;
+		}
+	}
+	if ((e = cuCtxGetCurrent(&now))) return driver_failed(e, "the current context cannot be told");
+	if (now == want) return INGOT_OK;
+	if ((e = cuCtxPushCurrent_v2(want))) return driver_failed(e, "the device's context cannot be entered");
+	v->pushed = true;
+	return INGOT_OK;
+}
+
+static void leave(const visit *v) {
+	CUcontext popped;
+	if (v->pushed) cuCtxPopCurrent_v2(&popped);
+}
+
+/* ---- what launch.c and image.c use ----------------------------------------------------------------------------------- */
+
+static ingot_status load(const ingot__device *device, const void *object, size_t size, void **module) {
+	(void)size; /* the object's own headers say it; pack.c verified every byte */
+	visit v;
+	ingot_status s = enter(device, NULL, &v);
+	if (s) return s;
+	CUlibrary library;
+	const CUresult e = cuLibraryLoadData(&library, object, NULL, NULL, 0, NULL, NULL, 0);
+	leave(&v);
+	if (e) return driver_failed(e, "the driver refuses the image");
+	*module = library;
+	return INGOT_OK;
+}
+
+static ingot_status function(const ingot__device *device, void *module, const char *name, uint32_t shared_bytes,
+                             void **out) {
+	visit v;
+	ingot_status s = enter(device, NULL, &v);
+	if (s) return s;
+	CUkernel kernel;
+	const CUdevice id = states[device->ordinal].device;
+	int fixed = 0;
+	CUresult e = cuLibraryGetKernel(&kernel, module, name);
+	if (e == CUDA_ERROR_NOT_FOUND) s = ingot__fail(INGOT_IMAGE, "the image has no kernel %s", name);
+	else {
+		if (!e) e = cuKernelGetAttribute(&fixed, FUNCTION_STATIC_SHARED, kernel, id);
+		/* static shared memory counts against the same limit */
+		if (!e) e = cuKernelSetAttribute(FUNCTION_DYNAMIC_SHARED_MOST, (int)shared_bytes - fixed, kernel, id);
+		if (e) s = driver_failed(e, "the image's kernel cannot be prepared");
+	}
+	leave(&v);
+	if (!s) *out = kernel;
+	return s;
+}
+
+static ingot_status launch(const ingot__device *device, void *stream, void *kernel, const uint32_t grid[3],
+                           const uint32_t block[3], uint32_t shared_bytes, const void *arguments,
+                           size_t arguments_size) {
+	(void)arguments_size; /* image.c compared it with the image's */
+	visit v;
+	ingot_status s = enter(device, stream, &v);
+	if (s) return s;
+	void *parameters[] = {(void *)(uintptr_t)arguments};
+	const CUresult e = cuLaunchKernel(kernel, grid[0], grid[1], grid[2], block[0], block[1], block[2], shared_bytes,
+	                                  stream, parameters, NULL);
+	leave(&v);
+	return e ? driver_failed(e, "the kernel cannot be launched") : INGOT_OK;
+}
+
+static ingot_status alloc(const ingot__device *device, void *stream, uint64_t size, void **memory) {
+	visit v;
+	ingot_status s = enter(device, stream, &v);
+	if (s) return s;
+	CUdeviceptr p = 0;
+	const CUresult e = cuMemAllocAsync(&p, size, stream);
+	leave(&v);
+	if (e) return driver_failed(e, "workspace cannot be allocated on the stream");
+	*memory = (void *)(uintptr_t)p;
+	return INGOT_OK;
+}
+
+static ingot_status release(const ingot__device *device, void *stream, void *memory) {
+	visit v;
+	ingot_status s = enter(device, stream, &v);
+	if (s) return s;
+	const CUresult e = cuMemFreeAsync((CUdeviceptr)(uintptr_t)memory, stream);
+	leave(&v);
+	return e ? driver_failed(e, "workspace cannot be freed on the stream") : INGOT_OK;
+}
+
+static ingot_status capturing(const ingot__device *device, void *stream, bool *out) {
+	visit v;
+	ingot_status s = enter(device, stream, &v);
+	if (s) return s;
+	int status = 0;
+	const CUresult e = cuStreamIsCapturing(stream, &status);
+	leave(&v);
+	if (e) return driver_failed(e, "the stream's capture state cannot be told");
+	*out = status != 0;
+	return INGOT_OK;
+}
+
+static const ingot__driver driver = {load, function, launch, alloc, release, capturing};
+
+ingot_status ingot__cuda_get(ingot_stream stream, const ingot__device **device) {
+	pthread_once(&once, open_driver);
+	if (!device_count) return ingot__fail(INGOT_NO_DEVICE, "%s", no_driver);
+	if (atomic_load_explicit(&forked, memory_order_relaxed))
+		return ingot__fail(
+			INGOT_NO_DEVICE,
+			"this process was forked after its parent had used the NVIDIA driver, which then does not work here; "
+			"fork before the first GPU call, or spawn");
+	if (stream.device < 0 || stream.device >= device_count)
+		return ingot__fail(INGOT_NO_DEVICE, "stream.device is %d; the driver sees %d device%s, numbered from 0",
+		                   stream.device, device_count, device_count == 1 ? "" : "s");
+	*device = &devices[stream.device];
+	return INGOT_OK;
+}
