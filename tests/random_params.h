@@ -148,9 +148,9 @@ static inline shapes random_shapes(source *s) {
 	x.b = PICK(s, 1, 1, 2, 3, 0);
 	x.hk = PICK(s, 1, 1, 2, 3);
 	x.hq = x.hk * PICK(s, 1, 1, 2, 4);
-	x.sq = one_in(s, 4) ? below(s, 70) : below(s, 9);
-	x.sk = one_in(s, 4) ? below(s, 140) : below(s, 17);
-	x.d = one_in(s, 6) ? 1 + below(s, 512) : PICK(s, 8, 16, 64, 40);
+	x.sq = one_in(s, 24) ? below(s, 70) : below(s, 9);
+	x.sk = one_in(s, 24) ? below(s, 140) : below(s, 17);
+	x.d = one_in(s, 24) ? 1 + below(s, 512) : PICK(s, 8, 16, 64, 3);
 	x.dv = one_in(s, 4) ? PICK(s, 1, 24, 64, 128) : x.d;
 	x.type = (int32_t)PICK(s, INGOT_F32, INGOT_F16, INGOT_BF16);
 	x.out_type = one_in(s, 8) ? (int32_t)PICK(s, INGOT_F32, INGOT_F16, INGOT_BF16) : x.type;
