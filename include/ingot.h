@@ -454,6 +454,7 @@ typedef struct ingot_implementation {
 	const char *family;        /* "x86", "reference" */
 	const char *operator_name; /* "attn_fwd" */
 	const char *arch;          /* architecture it is built for, "" = any */
+	const char *digest;        /* of its source, 32 hex digits: what tuning rows and packs are compared with */
 	int32_t variant_count;
 	int32_t device_type; /* ingot_device_type */
 	int32_t available;   /* 1: this machine can run it */

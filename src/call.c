@@ -132,9 +132,15 @@ ingot_status ingot_implementation_get(int32_t index, ingot_implementation *out) 
 	const ingot_stream stream = {.type = impl->device};
 	const bool available = ingot__device_get(stream, &device) == INGOT_OK && ingot__device_runs(device, impl->arch);
 	ingot__error_begin("ingot_implementation_get");
-	*out = (ingot_implementation){
-		impl->name, impl->family, operator_names[impl->op], impl->arch, impl->variant_count, impl->device, available,
-		0};
+	*out = (ingot_implementation){impl->name,
+	                              impl->family,
+	                              operator_names[impl->op],
+	                              impl->arch,
+	                              ingot__impl_digest(impl->name),
+	                              impl->variant_count,
+	                              impl->device,
+	                              available,
+	                              0};
 	return INGOT_OK;
 }
 

@@ -179,16 +179,17 @@ static void put_digests(FILE *out, const char *kernels) {
 	char **family = list(kernels, "", &families);
 	for (int i = 0; i < families; i++) {
 		int files;
-		char **file = list(family[i], ".c", &files);
+		char **file = list(family[i], "", &files);
 		for (int j = 0; j < files; j++) {
+			const char *base = strrchr(file[j], '/') + 1, *dot = strrchr(base, '.');
+			if (!dot || (strcmp(dot, ".c") && strcmp(dot, ".cu") && strcmp(dot, ".hip"))) continue;
 			XXH3_state_t *state = need(XXH3_createState());
 			XXH3_128bits_reset(state);
 			seen_count = 0;
 			digest_file(state, file[j]);
 			const XXH128_hash_t h = XXH3_128bits_digest(state);
-			const char *base = strrchr(file[j], '/') + 1;
-			fprintf(out, "\t{\"%.*s\", \"%016llx%016llx\"},\n", (int)strlen(base) - 2, base,
-			        (unsigned long long)h.high64, (unsigned long long)h.low64);
+			fprintf(out, "\t{\"%.*s\", \"%016llx%016llx\"},\n", (int)(dot - base), base, (unsigned long long)h.high64,
+			        (unsigned long long)h.low64);
 			XXH3_freeState(state);
 		}
 	}

@@ -44,7 +44,7 @@ typedef struct tool_command {
 	int (*run)(const struct tool_command *command, int argc, char **argv);
 } tool_command;
 
-extern const tool_command tool_attn, tool_explain_command, tool_list, tool_check, tool_bench;
+extern const tool_command tool_attn, tool_explain_command, tool_list, tool_check, tool_bench, tool_build, tool_image;
 
 /* The whole command: argv[0] is the program. Returns the exit status. */
 int tool_main(int argc, char **argv);
