@@ -196,23 +196,18 @@ static inline float ingot__from_f8(uint8_t x, int32_t dtype) {
 }
 /* Round to nearest even, saturating to the largest finite value; NaN stays NaN. */
 static inline uint8_t ingot__to_f8(float f, int32_t dtype) {
-	bool e5 = dtype == INGOT_F8_E5M2 || dtype == INGOT_F8_E5M2_FNUZ, fnuz = dtype >= INGOT_F8_E4M3_FNUZ;
-	int mbits = e5 ? 2 : 3, bias = (e5 ? 15 : 7) + fnuz;
-	uint8_t sign = signbit(f) ? 0x80 : 0;
-	if (isnan(f)) return fnuz ? 0x80 : (uint8_t)(sign | 0x7f);
-	uint8_t most = fnuz ? 0x7f : e5 ? 0x7b : 0x7e;
-	float a = fabsf(f);
-	if (a >= ingot__from_f8(most, dtype)) return (uint8_t)(sign | most);
-	int e;
-	(void)frexpf(a, &e); /* a = [0.5,1) * 2^e */
-	int exponent = e - 1 + bias;
-	if (exponent < 1) exponent = 1;
-	float units =
-		nearbyintf(ldexpf(a, mbits + bias - exponent)); /* mantissa with its hidden bit, in the default rounding */
-	uint32_t code = (uint32_t)units + ((uint32_t)(exponent - 1) << mbits);
+	const bool e5 = dtype == INGOT_F8_E5M2 || dtype == INGOT_F8_E5M2_FNUZ, fnuz = dtype >= INGOT_F8_E4M3_FNUZ;
+	const uint32_t mbits = e5 ? 2 : 3, bias = (e5 ? 15 : 7) + fnuz, most = fnuz ? 0x7f : e5 ? 0x7b : 0x7e;
+	const uint32_t u = ingot__float_bits(f), sign = u >> 24 & 0x80, a = u & 0x7fffffffu, drop = 23 - mbits;
+	/* Below the smallest normal number let the adder round: `one` has the denormals' spacing as its last place. */
+	const uint32_t one = (150 - bias + 1 - mbits) << 23;
+	const uint32_t low = ingot__float_bits(ingot__bits_float(a) + ingot__bits_float(one)) - one;
+	const uint32_t high = ((a + (1u << (drop - 1)) - 1 + (a >> drop & 1)) >> drop) - ((127 - bias) << mbits);
+	uint32_t code = a < (128 - bias) << 23 ? low : high;
 	if (code > most) code = most;
-	if (fnuz && code == 0) return 0;
-	return (uint8_t)(sign | code);
+	code = fnuz && code == 0 ? 0 : sign | code;
+	if (a > 0x7f800000u) code = fnuz ? 0x80 : sign | 0x7f;
+	return (uint8_t)code;
 }
 
 static inline int ingot__dtype_size(int32_t dtype) {
