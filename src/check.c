@@ -105,13 +105,14 @@ static ingot_status check_tensor(const char *name, const ingot__field *f, bool d
 		return ingot__fail(INGOT_INVALID, "%s.ndim is %d; it must be %s", name, t->ndim, list);
 	}
 	const int size = dtype_sizes[t->dtype];
+	/* Dense strides of an empty tensor hold zeros: without elements none can meet another. */
 	bool empty = false;
+	for (int a = 0; a < t->ndim; a++) empty |= t->shape[a] == 0;
 	int64_t reach = 1;
 	for (int a = 0; a < t->ndim; a++) {
 		if (t->shape[a] < 0 || t->shape[a] > INT32_MAX)
 			return ingot__fail(INGOT_INVALID, "%s.shape[%d] is %lld; allowed are 0 to 2147483647", name, a,
 			                   (long long)t->shape[a]);
-		if (t->shape[a] == 0) empty = true;
 		if (t->shape[a] <= 1) {
 			t->stride[a] = 0;
 			continue;
@@ -119,7 +120,7 @@ static ingot_status check_tensor(const char *name, const ingot__field *f, bool d
 		if (t->stride[a] < 0)
 			return ingot__fail(INGOT_INVALID, "%s.stride[%d] is %lld; strides must be >= 0", name, a,
 			                   (long long)t->stride[a]);
-		if ((f->flags & INGOT__OUTPUT) && t->stride[a] == 0)
+		if ((f->flags & INGOT__OUTPUT) && t->stride[a] == 0 && !empty)
 			return ingot__fail(INGOT_INVALID,
 			                   "%s.stride[%d] is 0 on an axis of extent %lld; an output's elements must be distinct",
 			                   name, a, (long long)t->shape[a]);
