@@ -9,7 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const tool_command *const commands[] = {&tool_attn, &tool_list, &tool_build, &tool_image};
+static const tool_command *const commands[] = {&tool_attn,  &tool_explain_command, &tool_list,
+                                               &tool_check, &tool_build,           &tool_image};
 enum { COMMANDS = sizeof commands / sizeof *commands };
 
 static void print_help(FILE *to) {

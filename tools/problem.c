@@ -338,7 +338,9 @@ static void add_bound(text *t, int64_t bound) {
 void problem_print(const problem *p, char *buffer, size_t capacity) {
 	text t = {buffer, capacity};
 	add(&t, "%s:b%lld", op_names[p->op], (long long)p->batch);
-	if (p->heads_q == p->heads_k) add(&t, ",h%lld", (long long)p->heads_q);
+	if (p->op == TOOL_APPEND) add(&t, ",hk%lld", (long long)p->heads_k);
+	else if (p->heads_q == p->heads_k || p->op == TOOL_MERGE || p->op == TOOL_MASK)
+		add(&t, ",h%lld", (long long)p->heads_q);
 	else add(&t, ",hq%lld,hk%lld", (long long)p->heads_q, (long long)p->heads_k);
 	if (p->sq == p->sk) add(&t, ",s%lld", (long long)p->sq);
 	else add(&t, ",sq%lld,sk%lld", (long long)p->sq, (long long)p->sk);
