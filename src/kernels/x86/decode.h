@@ -3,7 +3,7 @@
  * all query rows that share its key head, while the next block of keys is fetched into L2. A task is one key head of one
  * sequence, up to TILE query rows and a range of keys; ranges are decided by sizes that the host knows and by the sequence's
  * own length, and merged in order by a second step, so results are the same for any number of threads. Included by the files
- * attn_fwd_*_decode.c, which define DECODE_NAME, DECODE_ARCH, DECODE_LANES and DECODE_RANK.
+ * attn_fwd_*_decode.c, which define DECODE_NAME and tell decode_plan their vector length.
  *
  * K and V are walked through tables of row pointers, a block of keys at a time: pages and strides are dealt with there and
  * nowhere else. Elements of a row are taken in units of 2 VL: two vectors, one line of 16-bit elements on AVX-512. bf16 units
@@ -18,16 +18,16 @@
 #define DECODE_JOIN(a, b, c) DECODE_JOIN_(a, b, c)
 #define DECODE_TEXT_(a) #a
 #define DECODE_TEXT(a) DECODE_TEXT_(a)
+#define DECODE_IMPL DECODE_JOIN(ingot__impl_, DECODE_NAME, )
 #define DECODE_TASK(step) DECODE_JOIN(ingot__, DECODE_NAME, step)
 
 enum {
-	KEYS = 64,        /* in a block */
-	TILE = 32,        /* query rows that share one reading of K and V */
-	ROWS_MOST = 64,   /* query rows per key head: beyond, packing K and V pays */
-	PART_BLOCKS = 8,  /* the fewest blocks worth a task of their own */
+	KEYS = 64,             /* in a block */
+	TILE = 32,             /* query rows that share one reading of K and V */
+	ROWS_MOST = 64,        /* query rows per key head: beyond, packing K and V pays */
+	PART_BLOCKS = 8,       /* the fewest blocks worth a task of their own */
 	INVARIANT_BLOCKS = 16, /* blocks in a task when results must not depend on the batch */
-	TASKS_WANTED = 128,
-	UNIT = 2 * DECODE_LANES
+	TASKS_WANTED = 128
 };
 
 /* plan->number */
@@ -46,8 +46,8 @@ typedef struct row_table {
 	const char *k[KEYS], *v[KEYS];
 } row_table;
 
-/* The head of a task's scratch; rows of floats follow: scores and sums (TILE of KEYS, of LANES), Q, and O when it is not in
- * the workspace. */
+/* The head of a task's scratch; rows of floats follow: scores and sums (of KEYS and of VL), Q, and O when it is not in the
+ * workspace. */
 typedef struct decode_scratch {
 	row_table table[2];
 	query_row row[TILE];
@@ -62,9 +62,7 @@ static inline int64_t round_up(int64_t x, int64_t to) {
 
 #ifdef INGOT_HOST
 
-static const char *refuse(const ingot__problem *p, const ingot__device *device, int *variant) {
-	(void)device;
-	*variant = 0;
+static inline const char *decode_refuse(const ingot__problem *p) {
 	INGOT__REFUSE_IF(p->features & INGOT__DROPOUT, "dropout is left to the general kernels");
 	INGOT__REFUSE_IF(p->dropout_seed_out.dtype != INGOT_NONE || p->dropout_offset_out.dtype != INGOT_NONE,
 	                 "writing back the dropout seed is left to the general kernels");
@@ -75,12 +73,12 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	return NULL;
 }
 
-static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
-	(void)device, (void)threads;
+/* lanes: floats in a vector. */
+static inline void decode_plan(const ingot__problem *p, ingot__plan *out, int64_t lanes) {
 	const int64_t rows = p->q_side.max_seqlen * p->group, sequences = p->batch * p->heads_k;
 	if (rows == 0 || sequences == 0) return;
 	const int64_t tile_rows = round_up(rows < TILE ? rows : TILE, 4), tiles = (rows + TILE - 1) / TILE;
-	const int64_t q_pitch = round_up(p->head_dim, UNIT), o_pitch = round_up(p->head_dim_v, UNIT);
+	const int64_t q_pitch = round_up(p->head_dim, 2 * lanes), o_pitch = round_up(p->head_dim_v, 2 * lanes);
 
 	/* keys that a tile can see at most */
 	int64_t span = p->k_side.max_seqlen;
@@ -100,7 +98,7 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	out->number[N_O_PITCH] = o_pitch;
 	out->number[N_RECORD] = record;
 	out->scratch_bytes = (uint64_t)round_up(sizeof(decode_scratch), 64) +
-	                     (uint64_t)(tile_rows * (KEYS + DECODE_LANES + q_pitch) + record) * sizeof(float);
+	                     (uint64_t)(tile_rows * (KEYS + lanes + q_pitch) + record) * sizeof(float);
 
 	/* nanoseconds: a core reads some 12 bytes and multiplies some 16 pairs in one */
 	const double elements = (double)(sequences * span) * (double)(p->head_dim + p->head_dim_v);
@@ -117,27 +115,11 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	                                        .work = (double)(sequences * rows * parts * o_pitch) / 8};
 }
 
-extern const ingot__impl DECODE_JOIN(ingot__impl_, DECODE_NAME, );
-static const char *const variants[] = {"decode"};
-
-const ingot__impl DECODE_JOIN(ingot__impl_, DECODE_NAME, ) = {
-	.name = DECODE_TEXT(DECODE_NAME),
-	.family = "x86",
-	.op = INGOT__ATTN_FWD,
-	.device = INGOT_CPU,
-	.arch = DECODE_ARCH,
-	.rank = DECODE_RANK,
-	.variants = variants,
-	.variant_count = 1,
-	.refuse = refuse,
-	.plan = plan,
-};
-
 #else /* the kernel */
 
 #include "vec.h"
 
-_Static_assert(VL == DECODE_LANES, "the plan and the kernel must agree on the vector's length");
+enum { UNIT = 2 * VL };
 
 #define LOG2E 1.44269504088896340736f
 
@@ -292,7 +274,8 @@ X86_INLINE vf sum_lanes(const vf a[VL]) {
 #ifdef __AVX512F__
 #define PD(x) _mm512_castps_pd(x)
 #define HALVES(i) v_add(_mm512_unpacklo_ps(a[i], a[(i) + 1]), _mm512_unpackhi_ps(a[i], a[(i) + 1]))
-#define QUARTERS(x, y) v_add(_mm512_castpd_ps(_mm512_unpacklo_pd(PD(x), PD(y))), _mm512_castpd_ps(_mm512_unpackhi_pd(PD(x), PD(y))))
+#define QUARTERS(x, y) \
+	v_add(_mm512_castpd_ps(_mm512_unpacklo_pd(PD(x), PD(y))), _mm512_castpd_ps(_mm512_unpackhi_pd(PD(x), PD(y))))
 #define BLOCKS(x, y) v_add(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd))
 	const vf b0 = HALVES(0), b1 = HALVES(2), b2 = HALVES(4), b3 = HALVES(6);
 	const vf b4 = HALVES(8), b5 = HALVES(10), b6 = HALVES(12), b7 = HALVES(14);
@@ -322,23 +305,23 @@ X86_INLINE void fetch_unit(const int32_t type, const char *p) {
 }
 
 /* a[r * per + x] = products of R rows of Q with the G keys key[x], lane by lane. All but pointers and dim are constants. */
-X86_INLINE void score_keys(const int32_t type, const int R, const int G, const int per, vf *a, const float *q, int64_t pitch,
-                           const char *const *key, const char *const *ahead, int64_t dim) {
+X86_INLINE void score_keys(const int32_t type, const int R, const int G, const int per, vf *a, const float *q,
+                           int64_t pitch, const char *const *key, const char *const *ahead, int64_t dim) {
 	const char *const k0 = key[0], *const k1 = key[1], *const k2 = key[G - 2], *const k3 = key[G - 1];
 	const char *const f0 = ahead[0], *const f1 = ahead[1], *const f2 = ahead[G - 2], *const f3 = ahead[G - 1];
 	const int64_t whole = dim / UNIT * UNIT;
 	vf l0, h0, l1, h1, l2, h2, l3, h3;
-#define ADD(r) \
-	if (r < R) { \
+#define ADD(r)                                                                        \
+	if (r < R) {                                                                      \
 		const vf ql = v_load(q + r * pitch + d), qh = v_load(q + r * pitch + d + VL); \
-		a[r * per] = v_fma(l0, ql, a[r * per]); \
-		a[r * per + 1] = v_fma(l1, ql, a[r * per + 1]); \
-		if (G == 4) a[r * per + G - 2] = v_fma(l2, ql, a[r * per + G - 2]); \
-		if (G == 4) a[r * per + G - 1] = v_fma(l3, ql, a[r * per + G - 1]); \
-		a[r * per] = v_fma(h0, qh, a[r * per]); \
-		a[r * per + 1] = v_fma(h1, qh, a[r * per + 1]); \
-		if (G == 4) a[r * per + G - 2] = v_fma(h2, qh, a[r * per + G - 2]); \
-		if (G == 4) a[r * per + G - 1] = v_fma(h3, qh, a[r * per + G - 1]); \
+		a[r * per] = v_fma(l0, ql, a[r * per]);                                       \
+		a[r * per + 1] = v_fma(l1, ql, a[r * per + 1]);                               \
+		if (G == 4) a[r * per + G - 2] = v_fma(l2, ql, a[r * per + G - 2]);           \
+		if (G == 4) a[r * per + G - 1] = v_fma(l3, ql, a[r * per + G - 1]);           \
+		a[r * per] = v_fma(h0, qh, a[r * per]);                                       \
+		a[r * per + 1] = v_fma(h1, qh, a[r * per + 1]);                               \
+		if (G == 4) a[r * per + G - 2] = v_fma(h2, qh, a[r * per + G - 2]);           \
+		if (G == 4) a[r * per + G - 1] = v_fma(h3, qh, a[r * per + G - 1]);           \
 	}
 	int64_t d = 0;
 	for (; d < whole; d += UNIT) {
@@ -394,14 +377,14 @@ X86_INLINE void scores(const int32_t type, const int R, const float *q, int64_t 
 
 /* W units of O, R rows (pitch apart) = alpha O + P V: V's units begin at byte `at` of each row and hold n elements if tail. The
  * block is summed from zero, which keeps long sums of like numbers exact. */
-X86_INLINE void value_units(const int32_t type, const int R, const int W, const bool tail, const float *p, const float *alpha,
-                            const char *const *row, const char *const *ahead, int count, int64_t at, int64_t n, float *o,
-                            int64_t pitch) {
+X86_INLINE void value_units(const int32_t type, const int R, const int W, const bool tail, const float *p,
+                            const float *alpha, const char *const *row, const char *const *ahead, int count, int64_t at,
+                            int64_t n, float *o, int64_t pitch) {
 	const int step = UNIT * size_of(type);
 	vf a[16];
-#define ZERO(r) \
-	if (r < R) { \
-		a[r * 2 * W] = a[r * 2 * W + 1] = v_zero(); \
+#define ZERO(r)                                                         \
+	if (r < R) {                                                        \
+		a[r * 2 * W] = a[r * 2 * W + 1] = v_zero();                     \
 		a[r * 2 * W + 2 * W - 2] = a[r * 2 * W + 2 * W - 1] = v_zero(); \
 	}
 	EACH_ROW(ZERO)
@@ -414,23 +397,23 @@ X86_INLINE void value_units(const int32_t type, const int R, const int W, const 
 		if (tail) load_unit_tail(type, v, n, &l0, &h0);
 		else load_unit(type, v, &l0, &h0);
 		if (W == 2) load_unit(type, v + step, &l1, &h1);
-#define ADD(r) \
-	if (r < R) { \
-		const vf w = v_set(p[r * KEYS + j]); \
-		a[r * 2 * W] = v_fma(w, l0, a[r * 2 * W]); \
-		a[r * 2 * W + 1] = v_fma(w, h0, a[r * 2 * W + 1]); \
+#define ADD(r)                                                                         \
+	if (r < R) {                                                                       \
+		const vf w = v_set(p[r * KEYS + j]);                                           \
+		a[r * 2 * W] = v_fma(w, l0, a[r * 2 * W]);                                     \
+		a[r * 2 * W + 1] = v_fma(w, h0, a[r * 2 * W + 1]);                             \
 		if (W == 2) a[r * 2 * W + 2 * W - 2] = v_fma(w, l1, a[r * 2 * W + 2 * W - 2]); \
 		if (W == 2) a[r * 2 * W + 2 * W - 1] = v_fma(w, h1, a[r * 2 * W + 2 * W - 1]); \
 	}
 		EACH_ROW(ADD)
 #undef ADD
 	}
-#define PUT(r) \
-	if (r < R) { \
-		const vf f = v_set(alpha[r]); \
-		float *const to = o + r * pitch; \
-		v_store(to, v_fma(f, v_load(to), a[r * 2 * W])); \
-		v_store(to + VL, v_fma(f, v_load(to + VL), a[r * 2 * W + 1])); \
+#define PUT(r)                                                                                     \
+	if (r < R) {                                                                                   \
+		const vf f = v_set(alpha[r]);                                                              \
+		float *const to = o + r * pitch;                                                           \
+		v_store(to, v_fma(f, v_load(to), a[r * 2 * W]));                                           \
+		v_store(to + VL, v_fma(f, v_load(to + VL), a[r * 2 * W + 1]));                             \
 		if (W == 2) v_store(to + 2 * VL, v_fma(f, v_load(to + 2 * VL), a[r * 2 * W + 2 * W - 2])); \
 		if (W == 2) v_store(to + 3 * VL, v_fma(f, v_load(to + 3 * VL), a[r * 2 * W + 2 * W - 1])); \
 	}
@@ -451,24 +434,24 @@ X86_INLINE void values(const int32_t type, const int R, const float *p, const fl
 	if (d < dim) value_units(type, R, 1, true, p, alpha, row, ahead, count, d * size, dim - d, o + d, pitch);
 }
 
-typedef void scores_fn(const float *q, int64_t pitch, const char *const *key, const char *const *ahead, int count, int64_t dim,
-                       float *s);
+typedef void scores_fn(const float *q, int64_t pitch, const char *const *key, const char *const *ahead, int count,
+                       int64_t dim, float *s);
 typedef void values_fn(const float *p, const float *alpha, const char *const *row, const char *const *ahead, int count,
                        int64_t dim, float *o, int64_t pitch);
 
-#define PRODUCTS(name, type, R) \
-	static void scores_##name##_##R(const float *q, int64_t pitch, const char *const *key, const char *const *ahead, int count, \
-	                                int64_t dim, float *s) { \
-		scores(type, R, q, pitch, key, ahead, count, dim, s); \
-	} \
-	static void values_##name##_##R(const float *p, const float *alpha, const char *const *row, const char *const *ahead, \
-	                                int count, int64_t dim, float *o, int64_t pitch) { \
-		values(type, R, p, alpha, row, ahead, count, dim, o, pitch); \
+#define PRODUCTS(name, type, R)                                                                                      \
+	static void scores_##name##_##R(const float *q, int64_t pitch, const char *const *key, const char *const *ahead, \
+	                                int count, int64_t dim, float *s) {                                              \
+		scores(type, R, q, pitch, key, ahead, count, dim, s);                                                        \
+	}                                                                                                                \
+	static void values_##name##_##R(const float *p, const float *alpha, const char *const *row,                      \
+	                                const char *const *ahead, int count, int64_t dim, float *o, int64_t pitch) {     \
+		values(type, R, p, alpha, row, ahead, count, dim, o, pitch);                                                 \
 	}
 /* X(name, type): the types that K and V may have. */
-#define EACH_TYPE(X) \
-	X(f32, INGOT_F32) X(f16, INGOT_F16) X(bf16, INGOT_BF16) X(e4m3, INGOT_F8_E4M3) X(e5m2, INGOT_F8_E5M2) \
-	X(e4m3_fnuz, INGOT_F8_E4M3_FNUZ)
+#define EACH_TYPE(X)  \
+	X(f32, INGOT_F32) \
+	X(f16, INGOT_F16) X(bf16, INGOT_BF16) X(e4m3, INGOT_F8_E4M3) X(e5m2, INGOT_F8_E5M2) X(e4m3_fnuz, INGOT_F8_E4M3_FNUZ)
 
 enum { CHUNK = VL / 2 }; /* query rows in one product at most */
 #ifdef __AVX512F__
@@ -478,7 +461,8 @@ enum { CHUNK = VL / 2 }; /* query rows in one product at most */
 #define PRODUCTS_MOST(name, type)
 #define MOST(kind, name) NULL
 #endif
-#define DEFINE(name, type) PRODUCTS(name, type, 1) PRODUCTS(name, type, 2) PRODUCTS(name, type, 4) PRODUCTS_MOST(name, type)
+#define DEFINE(name, type) \
+	PRODUCTS(name, type, 1) PRODUCTS(name, type, 2) PRODUCTS(name, type, 4) PRODUCTS_MOST(name, type)
 EACH_TYPE(DEFINE)
 #undef DEFINE
 
@@ -601,7 +585,7 @@ static void fill_table(const context *c, row_table *t, int64_t k0, int count, in
 	for (int j = count; j < filled; j++) t->k[j] = t->k[count - 1], t->v[j] = t->v[count - 1];
 }
 
-/* ---- results -------------------------------------------------------------------------------------------------------- */
+/* ---- rows of Q and O ------------------------------------------------------------------------------------------------ */
 
 /* n floats to elements of O's type. */
 X86_INLINE void store_row(void *to, int32_t type, int64_t i, int64_t n, vf x) {
@@ -612,49 +596,17 @@ X86_INLINE void store_row(void *to, int32_t type, int64_t i, int64_t n, vf x) {
 	}
 }
 
-/* Writes a row of out and its lse from the sums over all its keys: of the weights, relative to exp(top), and of weights times
- * V. Without weight it is 0, whatever V holds. */
-static void finish_row(const ingot__problem *p, int64_t b, ingot__span rows, int64_t head, int64_t i, float top, float total,
-                       const float *o) {
-	float rescale = 1, all = total;
-	const bool nothing = total == 0;
-	if (p->features & INGOT__SINK) {
-		const float sink = ((const float *)p->sink.data)[head * p->sink.stride[0]];
-		if (sink > top) rescale = exp_one(top - sink), top = sink;
-		all = total * rescale + (sink == -INFINITY ? 0 : exp_one(sink - top));
-	}
-	if (p->lse.dtype != INGOT_NONE) {
-		float lse = all == 0 ? -INFINITY : top + logf(all);
-		if (p->lse_base == INGOT_LSE_BASE2) lse *= LOG2E;
-		((float *)p->lse.data)[ingot__lse_offset(p, rows, b, head, i)] = lse;
-	}
-	float factor = rescale / all;
-	if (p->features & INGOT__8BIT_KV) factor *= factor_8bit(p->v.dtype) * ingot__descale(p, &p->v_descale, b, head);
-	char *const to = (char *)p->out.data + ingot__row_offset(&p->out, rows, head, i) * ingot__dtype_size(p->out.dtype);
-	const vf f = v_set(factor);
-	for (int64_t d = 0; d < p->head_dim_v; d += UNIT) {
-		vf lo = v_load(o + d), hi = v_load(o + d + VL);
-		if (p->v.dtype == INGOT_BF16) interleave(&lo, &hi);
-		lo = nothing ? v_zero() : v_mul(lo, f);
-		hi = nothing ? v_zero() : v_mul(hi, f);
-		store_row(to, p->out.dtype, d, p->head_dim_v - d, lo);
-		if (p->head_dim_v - d > VL) store_row(to, p->out.dtype, d + VL, p->head_dim_v - d - VL, hi);
-	}
-}
-
-/* ---- the tasks ------------------------------------------------------------------------------------------------------ */
-
 /* A row of Q as floats, zeros up to the pitch, in the order in which K's units are loaded. */
 static void load_query(const ingot__problem *p, const char *from, float *to) {
 	const bool unmix = p->q.dtype == INGOT_BF16 && p->k.dtype != INGOT_BF16;
-#define LOAD(type) \
-	for (int64_t d = 0; d < p->head_dim; d += UNIT) { \
-		vf lo, hi; \
+#define LOAD(type)                                                                        \
+	for (int64_t d = 0; d < p->head_dim; d += UNIT) {                                     \
+		vf lo, hi;                                                                        \
 		if (p->head_dim - d >= UNIT) load_unit(type, from + d * size_of(type), &lo, &hi); \
-		else load_unit_tail(type, from + d * size_of(type), p->head_dim - d, &lo, &hi); \
-		if (unmix) interleave(&lo, &hi); \
-		v_store(to + d, lo); \
-		v_store(to + d + VL, hi); \
+		else load_unit_tail(type, from + d * size_of(type), p->head_dim - d, &lo, &hi);   \
+		if (unmix) interleave(&lo, &hi);                                                  \
+		v_store(to + d, lo);                                                              \
+		v_store(to + d + VL, hi);                                                         \
 	}
 	switch (p->q.dtype) {
 	case INGOT_F32: LOAD(INGOT_F32) break;
@@ -664,7 +616,9 @@ static void load_query(const ingot__problem *p, const char *from, float *to) {
 #undef LOAD
 }
 
-/* Which rows and keys a task has. */
+/* ---- the tasks ------------------------------------------------------------------------------------------------------ */
+
+/* Which query rows a task has. */
 typedef struct share {
 	int64_t b, head_k, first_row;
 	int rows, padded; /* padded: with the rows that the last product adds */
@@ -679,8 +633,16 @@ static share share_of(const ingot__problem *p, int64_t tile, int64_t sequence) {
 	return s;
 }
 
+static int64_t query_of(const ingot__problem *p, const share *s, int r) {
+	return (s->first_row + r) / p->group;
+}
+static int64_t head_of(const ingot__problem *p, const share *s, int r) {
+	return s->head_k * p->group + (s->first_row + r) % p->group;
+}
+
 /* The row's own terms; *low and *high grow to hold the keys it sees. */
-static void place_row(const context *c, const share *s, int64_t i, int64_t head, query_row *row, int64_t *low, int64_t *high) {
+static void place_row(const context *c, const share *s, int64_t i, int64_t head, query_row *row, int64_t *low,
+                      int64_t *high) {
 	const ingot__problem *const p = c->p;
 	const int64_t off = ingot__diagonal(p, s->span.count, c->keys.count);
 	*row = (query_row){.position = i + off, .top = -INFINITY};
@@ -699,7 +661,39 @@ static void place_row(const context *c, const share *s, int64_t i, int64_t head,
 	}
 }
 
-void DECODE_TASK(_part)(const ingot__problem *p, const ingot__plan *plan, void *workspace, void *scratch, int64_t index) {
+/* Writes a row of out and its lse from the sums over all its keys: of the weights, relative to exp(top), and of weights times
+ * V. Without weight it is 0, whatever V holds. */
+static void finish_row(const ingot__problem *p, const share *s, int r, float top, float total, const float *o) {
+	const int64_t i = query_of(p, s, r), head = head_of(p, s, r);
+	float rescale = 1, all = total;
+	const bool nothing = total == 0;
+	if (p->features & INGOT__SINK) {
+		const float sink = ((const float *)p->sink.data)[head * p->sink.stride[0]];
+		if (sink > top) rescale = exp_one(top - sink), top = sink;
+		all = total * rescale + (sink == -INFINITY ? 0 : exp_one(sink - top));
+	}
+	if (p->lse.dtype != INGOT_NONE) {
+		float lse = all == 0 ? -INFINITY : top + logf(all);
+		if (p->lse_base == INGOT_LSE_BASE2) lse *= LOG2E;
+		((float *)p->lse.data)[ingot__lse_offset(p, s->span, s->b, head, i)] = lse;
+	}
+	float factor = rescale / all;
+	if (p->features & INGOT__8BIT_KV) factor *= factor_8bit(p->v.dtype) * ingot__descale(p, &p->v_descale, s->b, head);
+	char *const to =
+		(char *)p->out.data + ingot__row_offset(&p->out, s->span, head, i) * ingot__dtype_size(p->out.dtype);
+	const vf f = v_set(factor);
+	for (int64_t d = 0; d < p->head_dim_v; d += UNIT) {
+		vf lo = v_load(o + d), hi = v_load(o + d + VL);
+		if (p->v.dtype == INGOT_BF16) interleave(&lo, &hi);
+		lo = nothing ? v_zero() : v_mul(lo, f);
+		hi = nothing ? v_zero() : v_mul(hi, f);
+		store_row(to, p->out.dtype, d, p->head_dim_v - d, lo);
+		if (p->head_dim_v - d > VL) store_row(to, p->out.dtype, d + VL, p->head_dim_v - d - VL, hi);
+	}
+}
+
+void DECODE_TASK(_part)(const ingot__problem *p, const ingot__plan *plan, void *workspace, void *scratch,
+                        int64_t index) {
 	const int64_t *const number = plan->number;
 	const int64_t tiles = number[N_TILES], parts = number[N_PARTS], tile_rows = number[N_TILE_ROWS];
 	const int64_t q_pitch = number[N_Q_PITCH], o_pitch = number[N_O_PITCH];
@@ -722,25 +716,22 @@ void DECODE_TASK(_part)(const ingot__problem *p, const ingot__plan *plan, void *
 	float *const o = parts > 1 ? (float *)workspace + index * number[N_RECORD] : q + tile_rows * q_pitch;
 
 	int64_t low = INT64_MAX, high = 0;
-	for (int r = 0; r < mine.rows; r++) {
-		const int64_t i = (mine.first_row + r) / p->group, head = mine.head_k * p->group + (mine.first_row + r) % p->group;
-		place_row(&c, &mine, i, head, &own->row[r], &low, &high);
-	}
-	const int64_t blocks = low < high ? (high - low + KEYS - 1) / KEYS : 0;
+	for (int r = 0; r < mine.rows; r++)
+		place_row(&c, &mine, query_of(p, &mine, r), head_of(p, &mine, r), &own->row[r], &low, &high);
+	if (low > high) low = high;
+	const int64_t blocks = (high - low + KEYS - 1) / KEYS;
 	int64_t share_blocks = INVARIANT_BLOCKS;
 	if (!p->batch_invariant) {
 		const int64_t useful = ingot__clamp(blocks / PART_BLOCKS, 1, parts);
 		share_blocks = (blocks + useful - 1) / useful;
 	}
-	const int64_t begin = low + (blocks ? part * share_blocks * KEYS : 0);
+	const int64_t begin = low + part * share_blocks * KEYS;
 	const int64_t end = begin + share_blocks * KEYS < high ? begin + share_blocks * KEYS : high;
 
-	if (blocks && begin < end) {
+	if (begin < end) {
 		for (int r = 0; r < mine.rows; r++) {
-			const int64_t i = (mine.first_row + r) / p->group;
-			const int64_t head = mine.head_k * p->group + (mine.first_row + r) % p->group;
-			load_query(p, (const char *)p->q.data + ingot__row_offset(&p->q, mine.span, head, i) * ingot__dtype_size(p->q.dtype),
-			           q + r * q_pitch);
+			const int64_t at = ingot__row_offset(&p->q, mine.span, head_of(p, &mine, r), query_of(p, &mine, r));
+			load_query(p, (const char *)p->q.data + at * ingot__dtype_size(p->q.dtype), q + r * q_pitch);
 		}
 		memset(q + mine.rows * q_pitch, 0, (size_t)((mine.padded - mine.rows) * q_pitch) * sizeof *q);
 		memset(sums, 0, (size_t)(mine.padded * VL) * sizeof *sums);
@@ -767,7 +758,8 @@ void DECODE_TASK(_part)(const ingot__problem *p, const ingot__plan *plan, void *
 				own->alpha[r] = soften(&c, &own->row[r], k0, count, s + r * KEYS, sums + r * VL);
 			for (int r = 0, log; r < mine.rows; r += 1 << log) {
 				log = chunk_log(mine.rows - r);
-				value[log](s + r * KEYS, own->alpha + r, t->v, r ? t->v : ahead->v, count, p->head_dim_v, o + r * o_pitch, o_pitch);
+				value[log](s + r * KEYS, own->alpha + r, t->v, r ? t->v : ahead->v, count, p->head_dim_v,
+				           o + r * o_pitch, o_pitch);
 			}
 			count = more;
 		}
@@ -775,19 +767,19 @@ void DECODE_TASK(_part)(const ingot__problem *p, const ingot__plan *plan, void *
 
 	float *const tops = o + tile_rows * o_pitch, *const totals = tops + tile_rows;
 	for (int r = 0; r < mine.rows; r++) {
-		const float total = blocks && begin < end ? v_sum(v_load(sums + r * VL)) : 0;
-		const int64_t i = (mine.first_row + r) / p->group, head = mine.head_k * p->group + (mine.first_row + r) % p->group;
+		const float total = begin < end ? v_sum(v_load(sums + r * VL)) : 0;
 		if (parts > 1) {
 			tops[r] = own->row[r].top;
 			totals[r] = total;
 		} else {
-			finish_row(p, mine.b, mine.span, head, i, own->row[r].top, total, o + r * o_pitch);
+			finish_row(p, &mine, r, own->row[r].top, total, o + r * o_pitch);
 		}
 	}
 }
 
 /* Task: the parts of one tile of one key head, added up in their order. */
-void DECODE_TASK(_merge)(const ingot__problem *p, const ingot__plan *plan, void *workspace, void *scratch, int64_t index) {
+void DECODE_TASK(_merge)(const ingot__problem *p, const ingot__plan *plan, void *workspace, void *scratch,
+                         int64_t index) {
 	const int64_t *const number = plan->number;
 	const int64_t tiles = number[N_TILES], parts = number[N_PARTS], tile_rows = number[N_TILE_ROWS];
 	const int64_t o_pitch = number[N_O_PITCH], record = number[N_RECORD], tile = index % tiles;
@@ -795,7 +787,6 @@ void DECODE_TASK(_merge)(const ingot__problem *p, const ingot__plan *plan, void 
 	const float *const first = (const float *)workspace + (index / tiles * parts * tiles + tile) * record;
 	float *const sum = scratch;
 	for (int r = 0; r < mine.rows; r++) {
-		const int64_t i = (mine.first_row + r) / p->group, head = mine.head_k * p->group + (mine.first_row + r) % p->group;
 		float top = -INFINITY, total = 0;
 		for (int64_t part = 0; part < parts; part++) {
 			const float t = first[part * tiles * record + tile_rows * o_pitch + r];
@@ -809,9 +800,10 @@ void DECODE_TASK(_merge)(const ingot__problem *p, const ingot__plan *plan, void 
 			const float weight = exp_one(tops[r] - reference);
 			const vf w = v_set(weight);
 			total += weight * tops[tile_rows + r];
-			for (int64_t d = 0; d < o_pitch; d += VL) v_store(sum + d, v_fma(w, v_load(o + r * o_pitch + d), v_load(sum + d)));
+			for (int64_t d = 0; d < o_pitch; d += VL)
+				v_store(sum + d, v_fma(w, v_load(o + r * o_pitch + d), v_load(sum + d)));
 		}
-		finish_row(p, mine.b, mine.span, head, i, top, total, sum);
+		finish_row(p, &mine, r, top, total, sum);
 	}
 }
 
