@@ -73,7 +73,7 @@ def check_text(path):
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.M)
 PUBLIC = {"ingot.h", "ingot_dlpack.h"}
-DRIVER = re.compile(r"^(dlfcn\.h|cuda.*\.h|hip/.*|nvml\.h|hsa/.*)$")
+DRIVER = re.compile(r"^(dlfcn\.h|cuda(?!_(bf16|fp16|fp8)\.h).*\.h|hip/.*|nvml\.h|hsa/.*)$")  # types are no driver
 
 
 def area(path):
