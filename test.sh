@@ -60,14 +60,14 @@ mkdir -p build
 
 stage "build release" build release && {
 	stage "C tests, release" c_tests release
-	stage "Python tests" python_tests tests/python --ignore=tests/python/torch
+	stage "Python tests" python_tests tests/python -m "not torch"
 }
 if [ -z "$quick" ]; then
 	stage "build asan" build asan && stage "C tests and fuzzing, asan" c_tests asan
 	stage "build tsan" build tsan && stage "C tests, tsan" c_tests tsan
 fi
 if [ -n "$torch" ] && [ -e build/release/libingot.so ]; then
-	stage "set up torch" need_python tests/requirements-torch.txt && stage "torch tests" python_tests tests/python/torch
+	stage "set up torch" need_python tests/requirements-torch.txt && stage "torch tests" python_tests tests/python -m torch
 fi
 
 echo
