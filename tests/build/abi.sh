@@ -1,22 +1,21 @@
 #!/bin/sh
-# The ABI only grows: abidiff compares the library with the description kept for each release in tests/golden.
-# Usage: abi.sh LIBRARY INCLUDE_DIR GOLDEN_DIR
-# A release adds its description with: abidw --headers-dir include --no-show-locs LIBRARY > tests/golden/ingot-VERSION.abi
+# No symbol that a release had goes away: abidiff compares the library with the description kept of each release. What it
+# reports about types is left to golden/layout-VERSION.c, which knows that a struct with a struct_size may grow at its end.
+# Usage: abi.sh LIBRARY GOLDEN_DIR
 set -eu
 library=$1
-include=$2
-golden=$3
+golden=$2
 compared=0
 for old in "$golden"/ingot-*.abi; do
 	[ -e "$old" ] || continue
-	# Status bits: 1 error, 2 usage, 4 a change, 8 an incompatible change. New functions alone are 4.
+	# Status bits: 1 error, 2 usage, 4 a change, 8 an incompatible change.
 	status=0
-	report=$(abidiff --headers-dir2 "$include" --no-added-syms "$old" "$library") || status=$?
-	if [ $((status & 11)) -ne 0 ] || { [ "$status" -ne 0 ] && [ -n "$report" ]; }; then
-		echo "$(basename "$old"): the ABI changed"
+	report=$(abidiff --no-added-syms "$old" "$library" 2>&1) || status=$?
+	if [ $((status & 11)) -ne 0 ]; then
+		echo "$(basename "$old"): the ABI changed (abidiff: $status)"
 		echo "$report"
 		exit 1
 	fi
 	compared=$((compared + 1))
 done
-echo "compared with $compared earlier descriptions"
+echo "compared with $compared kept descriptions"
