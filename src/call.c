@@ -74,9 +74,12 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 		return INGOT_OK;
 	}
 	if ((s = ingot__image_load(&choice, &plan, device, &options, &functions))) return s;
+	if (ingot__log_wants(3))
+		ingot__log(3, "%s: %s/%s:%s (%s)", function, choice.impl->family, choice.impl->name,
+		           ingot__variant_name(choice.impl, choice.variant), choice.because);
 	if (ingot__log_wants(4))
-		ingot__log(4, "%s: %s/%s:%s (%s), %d threads", function, choice.impl->family, choice.impl->name,
-		           ingot__variant_name(choice.impl, choice.variant), choice.because, threads);
+		ingot__log(4, "%s: %d steps, %llu bytes of workspace, up to %d threads", function, plan.steps,
+		           (unsigned long long)bytes, threads);
 	if (v == PREPARE) return INGOT_OK;
 	return ingot__launch(&problem, device, &options, stream, &plan, &functions, threads);
 }

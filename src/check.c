@@ -132,7 +132,7 @@ static ingot_status check_tensor(const char *name, const ingot__field *f, bool d
 			                   (long long)t->stride[a], (long long)t->shape[a]);
 	}
 	const int last = t->ndim - 1;
-	if (t->shape[last] > 1) {
+	if (t->shape[last] > 1 && !empty) {
 		if ((f->flags & INGOT__LAST_1) && t->stride[last] != 1)
 			return ingot__fail(INGOT_INVALID, "%s.stride[%d] is %lld; the last axis must have stride 1", name, last,
 			                   (long long)t->stride[last]);

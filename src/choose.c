@@ -149,6 +149,16 @@ static struct {
 	evidence of[IMPLS];
 } known[DEVICES];
 static pthread_mutex_t known_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t known_once = PTHREAD_ONCE_INIT;
+
+/* In a child whose parent forked while another thread was gathering. What that had not published is gathered again. */
+static void free_known_lock(void) {
+	(void)pthread_mutex_init(&known_lock, NULL);
+}
+
+static void handle_fork(void) {
+	(void)pthread_atfork(NULL, NULL, free_known_lock);
+}
 
 static bool row_is_stale(const ingot__row *r) {
 	const char *now = ingot__impl_digest(r->implementation);
@@ -187,6 +197,7 @@ static const evidence *evidence_of(const ingot__device *device) {
 		if (!d) break;
 	}
 	const evidence *found = NULL;
+	pthread_once(&known_once, handle_fork);
 	pthread_mutex_lock(&known_lock);
 	for (int i = 0; i < DEVICES && !found; i++) {
 		const ingot__device *d = atomic_load(&known[i].device);

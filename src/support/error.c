@@ -6,6 +6,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "log.h"
 
@@ -24,7 +25,15 @@ ingot_status ingot__fail(ingot_status status, const char *format, ...) {
 	va_start(arguments, format);
 	vsnprintf(sentence + n, sizeof sentence - (size_t)n, format, arguments);
 	va_end(arguments);
-	ingot__log(1, "%s (%s)", sentence, ingot_status_name(status));
+	if (ingot__log_wants(1)) {
+		/* a log callback may call the library, which must not change what this call leaves behind */
+		char copy[sizeof sentence];
+		const char *const function = current;
+		memcpy(copy, sentence, sizeof copy);
+		ingot__log(1, "%s (%s)", copy, ingot_status_name(status));
+		memcpy(sentence, copy, sizeof copy);
+		current = function;
+	}
 	return status;
 }
 
