@@ -43,7 +43,7 @@ enum {
 	FWD_QUERY,
 	FWD_ENDS,    /* int32 x 4 per strip */
 	FWD_SCORES,  /* one strip-block */
-	FWD_WEIGHTS, /* the same as bf16 pairs; FWD_SCORES where P stays fp32 */
+	FWD_WEIGHTS, /* the same as probabilities: fp32 or bf16 pairs */
 	FWD_K,       /* packed block */
 	FWD_V,
 	FWD_ZEROS,      /* a row of zeros */
@@ -62,10 +62,10 @@ static inline int64_t fwd_partial_row(const ingot__problem *p, int64_t split, in
 /* ---- host half ------------------------------------------------------------------------------------------------------ */
 
 enum {
-	FWD_BLOCK = 192,                /* BLOCK of softmax.h */
-	FWD_CHUNK_BYTES = 1 << 20,      /* packed queries and running output of a chunk: half of a usual L2 */
-	FWD_CHUNK_LEAST = 192,          /* rows for which packing a block of keys stays small */
-	FWD_TASKS_LEAST = 16,           /* with fewer tasks the keys are split */
+	FWD_BLOCK = 192,           /* BLOCK of softmax.h */
+	FWD_CHUNK_BYTES = 4 << 20, /* packed queries and running output of a chunk: each is read once a block, in order */
+	FWD_CHUNK_LEAST = 192,     /* rows for which packing a block of keys stays small */
+	FWD_TASKS_LEAST = 16,      /* with fewer tasks the keys are split */
 	FWD_SPLIT_LEAST = 4 * FWD_BLOCK /* keys in a split at least */
 };
 
@@ -131,7 +131,7 @@ static inline void fwd_plan(const ingot__problem *p, int threads, ingot__plan *p
 	n[FWD_QUERY] = fwd_take(end, 4 * slots);
 	n[FWD_ENDS] = fwd_take(end, 16 * strips);
 	n[FWD_SCORES] = fwd_take(end, 4 * rows_of_tile * FWD_BLOCK);
-	n[FWD_WEIGHTS] = pack > 1 ? fwd_take(end, 4 * rows_of_tile * FWD_BLOCK / pack) : n[FWD_SCORES];
+	n[FWD_WEIGHTS] = fwd_take(end, 4 * rows_of_tile * FWD_BLOCK / pack);
 	n[FWD_K] = fwd_take(end, 4 * FWD_BLOCK * steps);
 	n[FWD_V] = fwd_take(end, 4 * FWD_BLOCK / pack * width);
 	n[FWD_ZEROS] = fwd_take(end, 4 * (longest + 4 * lanes));
@@ -181,6 +181,7 @@ typedef struct fwd_chunk {
 	double unit;            /* from m's units to natural ones */
 	uint64_t seed, offset;
 	const int32_t *pages;
+	int q_size, k_size; /* bytes of an element */
 	float *q, *out, *sum, *max, *scores, *weights, *k, *v;
 	int32_t *first, *last, *head, *row;
 	fwd_row_ends *ends;
@@ -219,37 +220,47 @@ static inline void fwd_see(fwd_chunk *c) {
 	}
 }
 
-static inline void fwd_pack_queries(const fwd_chunk *c) {
+/* The rows of a strip of queries. */
+static inline void fwd_query_rows(const fwd_chunk *c, int64_t strip, const void *row[VL]) {
 	const ingot__problem *p = c->p;
-	const int size = ingot__dtype_size(p->q.dtype);
-	for (int64_t s = 0; s < c->strips; s++) {
-		const void *row[VL];
-		for (int r = 0; r < VL; r++) {
-			const int64_t t = s * MR + r;
-			row[r] = c->zeros;
-			if (r < MR && t < c->rows)
-				row[r] = (const char *)p->q.data +
-				         ingot__row_offset(&p->q, c->q_rows, c->head_k * p->group + c->head[t], c->row[t]) * size;
-		}
-		pack_strip(c->q + s * PACK_STRIP(fwd_steps(p)), row, p->head_dim, p->q.dtype, p->softmax_scale < 0);
+	for (int r = 0; r < VL; r++) {
+		const int64_t t = strip * MR + r;
+		row[r] = c->zeros;
+		if (r < MR && t < c->rows)
+			row[r] = (const char *)p->q.data +
+			         ingot__row_offset(&p->q, c->q_rows, c->head_k * p->group + c->head[t], c->row[t]) * c->q_size;
 	}
 }
 
-/* Packs keys [k0, k0 + n) of K and V; rows outside [first, last), which no query of the chunk sees, count as zeros. */
-static inline void fwd_pack_block(const fwd_chunk *c, int64_t k0, int64_t n, int64_t first, int64_t last) {
-	const ingot__problem *p = c->p;
-	const int size = ingot__dtype_size(p->k.dtype);
+/* Rows of a block of K and V, as the caller holds them. */
+typedef struct fwd_block {
 	const void *k[BLOCK], *v[BLOCK];
+} fwd_block;
+
+/* Keys [k0, k0 + n); rows outside [first, last), which no query of the chunk sees, count as zeros. */
+static inline void fwd_block_rows(const fwd_chunk *c, fwd_block *block, int64_t k0, int64_t n, int64_t first,
+                                  int64_t last) {
+	const ingot__problem *p = c->p;
 	for (int64_t j = 0; j < BLOCK; j++) {
 		const int64_t key = k0 + j;
-		k[j] = v[j] = c->zeros;
+		block->k[j] = block->v[j] = c->zeros;
 		if (j < n && key >= first && key < last) {
-			k[j] = (const char *)p->k.data + ingot__key_offset(p, &p->k, c->k_rows, c->pages, c->head_k, key) * size;
-			v[j] = (const char *)p->v.data + ingot__key_offset(p, &p->v, c->k_rows, c->pages, c->head_k, key) * size;
+			block->k[j] =
+				(const char *)p->k.data + ingot__key_offset(p, &p->k, c->k_rows, c->pages, c->head_k, key) * c->k_size;
+			block->v[j] =
+				(const char *)p->v.data + ingot__key_offset(p, &p->v, c->k_rows, c->pages, c->head_k, key) * c->k_size;
 		}
 	}
-	pack_columns(c->k, k, X86_UP(n, NR), p->head_dim, p->k.dtype);
-	pack_inner(c->v, BLOCK / PACK * NR, v, X86_UP(n, PACK), p->head_dim_v, p->v.dtype);
+}
+
+/* The caller's rows are far away (L3 or memory), and packing alone would wait for them: the next block's come to L2 while this
+ * block is computed, a share with each strip. */
+static inline void fwd_prefetch(const fwd_chunk *c, const fwd_block *block, int64_t begin, int64_t end) {
+	const int64_t bytes_k = c->p->head_dim * c->k_size, bytes_v = c->p->head_dim_v * c->k_size;
+	for (int64_t j = begin; j < end; j++) {
+		for (int64_t i = 0; i < bytes_k; i += 64) _mm_prefetch((const char *)block->k[j] + i, _MM_HINT_T1);
+		for (int64_t i = 0; i < bytes_v; i += 64) _mm_prefetch((const char *)block->v[j] + i, _MM_HINT_T1);
+	}
 }
 
 /* Q K^T of a strip for columns [c0, c1). */
@@ -261,17 +272,16 @@ X86_INLINE void fwd_scores(const fwd_chunk *c, const float *q, int64_t c0, int64
 	}
 }
 
-/* out = alpha out + P V of a strip for columns [c0, c1). */
-X86_INLINE void fwd_outputs(const fwd_chunk *c, float *out, const float *alpha, int64_t c0, int64_t c1, int rows) {
+/* out = alpha out + P V of a strip for columns [c0, c1); rows and init are constants. */
+X86_INLINE void fwd_outputs(const fwd_chunk *c, float *out, const float *alpha, int64_t c0, int64_t c1, int rows,
+                            tile_init init) {
 	const int64_t width = X86_UP(c->p->head_dim_v, VL), steps = (c1 - c0 + PACK - 1) / PACK;
+	const float *weights = c->weights + c0 / PACK;
 	for (int64_t d = 0; d < width; d += NR) {
 		const float *panel = c->v + d * (BLOCK / PACK);
 		if (width - d > VL)
-			tile(c->weights + c0 / PACK, BLOCK / PACK, 1, panel + c0 / PACK * NR, NR, out + d * MR, NR, steps, rows, 2,
-			     TILE_SCALE, alpha);
-		else
-			tile(c->weights + c0 / PACK, BLOCK / PACK, 1, panel + c0 / PACK * VL, VL, out + d * MR, NR, steps, rows, 1,
-			     TILE_SCALE, alpha);
+			tile(weights, BLOCK / PACK, 1, panel + c0 / PACK * NR, NR, out + d * MR, NR, steps, rows, 2, init, alpha);
+		else tile(weights, BLOCK / PACK, 1, panel + c0 / PACK * VL, VL, out + d * MR, NR, steps, rows, 1, init, alpha);
 	}
 }
 
@@ -301,8 +311,8 @@ static inline void fwd_drop(const fwd_chunk *c, int64_t strip, int64_t k0, int64
 	}
 }
 
-/* One strip against one block; rows: the tile's, a constant. */
-X86_INLINE void fwd_strip_block(const fwd_chunk *c, int64_t strip, int64_t k0, int64_t n, int rows) {
+/* One strip against one block; rows: the tile's, a constant. fresh: the strip has no results yet. */
+X86_INLINE void fwd_strip_block(const fwd_chunk *c, int64_t strip, int64_t k0, int64_t n, int rows, bool fresh) {
 	const fwd_row_ends e = c->ends[strip];
 	float alpha[VL] X86_ALIGNED;
 	float *const scores = c->scores;
@@ -317,58 +327,102 @@ X86_INLINE void fwd_strip_block(const fwd_chunk *c, int64_t strip, int64_t k0, i
 			const bool real = at < c->rows;
 			scores_mask(scores + r * BLOCK, c0, end, real ? c->first[at] - k0 : 0, real ? c->last[at] - k0 : last);
 		}
-	softmax_strip(scores, c->weights, c->max + strip * MR, c->sum + strip * MR * VL, alpha, rows, c0, end, c->factor);
+	const bool moved = softmax_strip(scores, c->weights, c->max + strip * MR, c->sum + strip * MR * VL, alpha, rows, c0,
+	                                 end, c->factor);
 	if (c->p->features & INGOT__DROPOUT) fwd_drop(c, strip, k0, c0, end);
-	fwd_outputs(c, c->out + strip * MR * X86_UP(c->p->head_dim_v, NR), alpha, c0, last, rows);
+	float *out = c->out + strip * MR * X86_UP(c->p->head_dim_v, NR);
+	if (fresh) fwd_outputs(c, out, alpha, c0, last, rows, TILE_ZERO);
+	else if (moved) fwd_outputs(c, out, alpha, c0, last, rows, TILE_SCALE);
+	else fwd_outputs(c, out, alpha, c0, last, rows, TILE_ADD);
 }
 
-/* The row's result from its unnormalised output, maximum (natural units) and sum. */
-static inline void fwd_finish_row(const ingot__problem *p, ingot__span q_rows, int64_t b, int64_t head, int64_t i,
-                                  const float *out, int64_t panel, double max, double sum) {
-	double weight, lse;
+/* What a row's unnormalised output is multiplied by, and its natural lse, from its maximum (natural units) and sum. */
+static inline float fwd_weight(const ingot__problem *p, int64_t head, double max, double sum, float *lse) {
+	double weight = sum == 0 ? 0 : 1 / sum, log_sum = sum == 0 ? -INFINITY : max + log(sum);
 	if (p->features & INGOT__SINK) {
 		const double sink = ((const float *)p->sink.data)[head * p->sink.stride[0]];
 		const double top = sink <= max ? max : sink;
 		const double mine = sum == 0 ? 0 : exp(max - top);
 		const double total = top == -INFINITY ? 0 : mine * sum + exp(sink - top);
 		weight = total == 0 ? 0 : mine / total;
-		lse = total == 0 ? -INFINITY : top + log(total);
-	} else {
-		weight = sum == 0 ? 0 : 1 / sum;
-		lse = sum == 0 ? -INFINITY : max + log(sum);
+		log_sum = total == 0 ? -INFINITY : top + log(total);
 	}
-	if (p->features & INGOT__DROPOUT) weight /= 1.0 - (double)p->dropout_p;
+	*lse = (float)log_sum;
+	return (float)weight;
+}
+
+static inline void fwd_write_row(const ingot__problem *p, ingot__span q_rows, int64_t b, int64_t head, int64_t i,
+                                 const float *out, int64_t panel, float weight, float lse) {
 	const int64_t width = p->head_dim_v;
 	char *row = (char *)p->out.data + ingot__row_offset(&p->out, q_rows, head, i) * ingot__dtype_size(p->out.dtype);
-	const vf w = v_set((float)weight);
+	/* a row without a valid pair is 0 even where V is not finite */
+	const bool empty = weight == 0;
+	if (p->features & INGOT__DROPOUT) weight = (float)(weight / (1.0 - (double)p->dropout_p));
+	const vf w = v_set(weight);
 	for (int64_t d = 0; d < width; d += VL) {
-		/* a row without a valid pair is 0 even where V is not finite */
-		const vf x = weight == 0 ? v_zero() : v_mul(w, v_load_f32(out + d / NR * panel + d % NR, width - d));
+		const vf x = empty ? v_zero() : v_mul(w, v_load_f32(out + d / NR * panel + d % NR, width - d));
 		row_store(row, d, width, p->out.dtype, x);
 	}
 	if (p->lse.dtype != INGOT_NONE)
 		((float *)p->lse.data)[ingot__lse_offset(p, q_rows, b, head, i)] =
-			(float)(p->lse_base == INGOT_LSE_BASE2 ? lse * X86_LOG2E : lse);
+			p->lse_base == INGOT_LSE_BASE2 ? (float)(lse * X86_LOG2E) : lse;
 }
 
-static inline void fwd_finish(const fwd_chunk *c, const ingot__plan *plan, float *workspace, int64_t split) {
+/* The rows that a strip will write. */
+static inline void fwd_prefetch_out(const fwd_chunk *c, int64_t strip) {
+	const ingot_tensor *out = &c->p->out;
+	const int64_t size = ingot__dtype_size(out->dtype);
+	for (int64_t t = strip * MR; t < (strip + 1) * MR && t < c->rows; t++) {
+		const int64_t row = ingot__row_offset(out, c->q_rows, c->head_k * c->p->group + c->head[t], c->row[t]);
+		for (int64_t i = 0; i < c->p->head_dim_v * size; i += 64)
+			__builtin_prefetch((char *)out->data + row * size + i, 1);
+	}
+}
+
+static inline void fwd_finish_strip(const fwd_chunk *c, int64_t strip, const ingot__plan *plan, float *workspace,
+                                    int64_t split) {
 	const ingot__problem *p = c->p;
-	const int64_t width = p->head_dim_v;
-	for (int64_t t = 0; t < c->rows; t++) {
-		const float *out = c->out + t / MR * MR * X86_UP(width, NR) + t % MR * NR;
-		const int64_t head = c->head_k * p->group + c->head[t];
-		const double max = c->max[t] * c->unit;
-		const float sum = v_sum(v_load(c->sum + t * VL));
+	const int64_t width = p->head_dim_v, rows = ingot__clamp(c->rows - strip * MR, 0, MR);
+	float sums[VL] X86_ALIGNED = {0}, weights[VL] X86_ALIGNED, lses[VL] X86_ALIGNED, maxima[VL] X86_ALIGNED;
+	for (int64_t r = 0; r < rows; r++) sums[r] = v_sum(v_load(c->sum + (strip * MR + r) * VL));
+	const vf sum = v_load(sums), max = v_mul(v_load(c->max + strip * MR), v_set((float)c->unit));
+	const vmask empty = v_equal(sum, v_zero());
+	v_store(maxima, max);
+	v_store(weights, v_select(empty, v_zero(), v_div(v_set(1.0f), sum)));
+	v_store(lses, v_select(empty, v_set(-INFINITY), v_add(max, v_log(sum))));
+	for (int64_t r = 0; r < rows; r++) {
+		const int64_t t = strip * MR + r, head = c->head_k * p->group + c->head[t];
+		const float *out = c->out + strip * MR * X86_UP(width, NR) + r * NR;
 		if (plan->number[FWD_SPLITS] == 1) {
-			fwd_finish_row(p, c->q_rows, c->b, head, c->row[t], out, NR * MR, max, sum);
+			if (p->features & INGOT__SINK) weights[r] = fwd_weight(p, head, c->max[t] * c->unit, sums[r], lses + r);
+			fwd_write_row(p, c->q_rows, c->b, head, c->row[t], out, NR * MR, weights[r], lses[r]);
 			continue;
 		}
 		const int64_t at = fwd_partial_row(p, split, c->b, head, c->row[t]);
-		for (int64_t d = 0; d < width; d += VL)
+		for (int64_t d = 0; sums[r] != 0 && d < width; d += VL)
 			v_store_f32(workspace + at * width + d, v_load(out + d / NR * NR * MR + d % NR), width - d);
-		workspace[plan->number[FWD_STATISTICS] + 2 * at] = (float)max;
-		workspace[plan->number[FWD_STATISTICS] + 2 * at + 1] = sum;
+		workspace[plan->number[FWD_STATISTICS] + 2 * at] = maxima[r];
+		workspace[plan->number[FWD_STATISTICS] + 2 * at + 1] = sums[r];
 	}
+}
+
+/* A strip from its first block to its last: queries are packed just before they are used, and results leave as soon as they
+ * are complete, so that both wait for memory beside arithmetic. */
+static inline void fwd_strip(const fwd_chunk *c, int64_t strip, int64_t k0, int64_t n, bool fresh) {
+	if (fresh) {
+		const void *row[VL];
+		fwd_query_rows(c, strip, row);
+		pack_strip(c->q + strip * PACK_STRIP(fwd_steps(c->p)), row, c->p->head_dim, c->p->q.dtype,
+		           c->p->softmax_scale < 0);
+		if (strip + 1 < c->strips) {
+			fwd_query_rows(c, strip + 1, row);
+			for (int r = 0; r < MR; r++)
+				for (int64_t i = 0; i < c->p->head_dim * c->q_size; i += 64)
+					_mm_prefetch((const char *)row[r] + i, _MM_HINT_T0);
+		}
+	}
+	if (c->rows - strip * MR > MR / 2) fwd_strip_block(c, strip, k0, n, MR, fresh);
+	else fwd_strip_block(c, strip, k0, n, MR / 2, fresh);
 }
 
 void FWD_TASK(_rows)(const ingot__problem *p, const ingot__plan *plan, void *workspace, void *scratch, int64_t index) {
@@ -382,6 +436,8 @@ void FWD_TASK(_rows)(const ingot__problem *p, const ingot__plan *plan, void *wor
 	c.queries = ingot__clamp(c.q_rows.count - c.query, 0, n[FWD_CHUNK_ROWS]);
 	if (c.queries == 0) return;
 	c.k_rows = ingot__key_rows(p, c.b);
+	c.q_size = ingot__dtype_size(p->q.dtype);
+	c.k_size = ingot__dtype_size(p->k.dtype);
 	c.diagonal = ingot__diagonal(p, c.q_rows.count, c.k_rows.count);
 	c.rows = c.queries * p->group;
 	c.strips = (c.rows + MR - 1) / MR;
@@ -413,9 +469,8 @@ void FWD_TASK(_rows)(const ingot__problem *p, const ingot__plan *plan, void *wor
 	c.v = (void *)(base + n[FWD_V]);
 	c.zeros = base + n[FWD_ZEROS];
 	memset(base + n[FWD_ZEROS], 0, (size_t)(4 * (p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v)));
-	memset(c.out, 0, sizeof(float) * (size_t)(c.strips * MR * X86_UP(p->head_dim_v, NR)));
 	memset(c.sum, 0, sizeof(float) * (size_t)(c.strips * MR * VL));
-	for (int64_t t = 0; t < c.strips * MR + VL; t++) c.max[t] = -INFINITY;
+	for (int64_t t = 0; t < c.strips * MR + VL; t++) c.max[t] = t < c.rows ? -INFINITY : 0;
 
 	fwd_see(&c);
 	int64_t first = INT32_MAX, last = 0;
@@ -430,17 +485,32 @@ void FWD_TASK(_rows)(const ingot__problem *p, const ingot__plan *plan, void *wor
 		end = begin + share < end ? begin + share : end;
 	}
 	if (first > begin) begin = first / BLOCK * BLOCK;
-	if (begin < end) fwd_pack_queries(&c);
+	for (int64_t s = 0; s < c.strips; s++)
+		if (c.ends[s].any_first >= end || c.ends[s].any_last <= begin) fwd_finish_strip(&c, s, plan, workspace, split);
+
+	fwd_block blocks[2], *block = blocks, *next = blocks + 1;
+	if (begin < end) fwd_block_rows(&c, block, begin, ingot__clamp(end - begin, 0, BLOCK), first, last);
 	for (int64_t k0 = begin; k0 < end; k0 += BLOCK) {
-		const int64_t keys = end - k0 < BLOCK ? end - k0 : BLOCK;
-		fwd_pack_block(&c, k0, keys, first, last);
+		const int64_t keys = ingot__clamp(end - k0, 0, BLOCK), more = ingot__clamp(end - k0 - BLOCK, 0, BLOCK);
+		pack_columns(c.k, block->k, X86_UP(keys, NR), p->head_dim, p->k.dtype);
+		pack_inner(c.v, BLOCK / PACK * NR, block->v, X86_UP(keys, PACK), p->head_dim_v, p->v.dtype);
+		if (more) fwd_block_rows(&c, next, k0 + BLOCK, more, first, last);
+		int64_t seeing = 0, seen = 0;
+		for (int64_t s = 0; s < c.strips; s++) seeing += c.ends[s].any_first < k0 + keys && c.ends[s].any_last > k0;
 		for (int64_t s = 0; s < c.strips; s++) {
-			if (c.ends[s].any_last <= k0 || c.ends[s].any_first >= k0 + keys) continue;
-			if (c.rows - s * MR > MR / 2) fwd_strip_block(&c, s, k0, keys, MR);
-			else fwd_strip_block(&c, s, k0, keys, MR / 2);
+			const fwd_row_ends e = c.ends[s];
+			if (e.any_first >= k0 + keys || e.any_last <= k0) continue;
+			if (more) fwd_prefetch(&c, next, seen * more / seeing, (seen + 1) * more / seeing);
+			seen++;
+			const bool complete = k0 + keys >= end || k0 + keys >= e.any_last;
+			if (complete) fwd_prefetch_out(&c, s);
+			fwd_strip(&c, s, k0, keys, k0 == begin || e.any_first >= k0);
+			if (complete) fwd_finish_strip(&c, s, plan, workspace, split);
 		}
+		fwd_block *swap = block;
+		block = next;
+		next = swap;
 	}
-	fwd_finish(&c, plan, workspace, split);
 }
 
 /* 64 rows of one head: their partial results, in the order of their keys. */
@@ -469,7 +539,9 @@ void FWD_TASK(_merge)(const ingot__problem *p, const ingot__plan *plan, void *wo
 				v_store(row + d,
 				        v_fma(v_set((float)weight), v_load_f32(out + at * width + d, width - d), v_load(row + d)));
 		}
-		fwd_finish_row(p, q_rows, b, head, i, row, NR, max, sum);
+		float lse;
+		const float weight = fwd_weight(p, head, max, sum, &lse);
+		fwd_write_row(p, q_rows, b, head, i, row, NR, weight, lse);
 	}
 }
 

@@ -169,12 +169,19 @@ static inline void probabilities_drop(float *p, uint64_t seed, uint64_t offset, 
 
 /* ---- the running softmax -------------------------------------------------------------------------------------------- */
 
-/* Probabilities of one row against the reference m, and their lane-wise sums added to l. factor turns scores into exponents of
- * two. exact: subtract first, which costs an operation and cannot overflow; otherwise reference is m * factor. */
-X86_INLINE void softmax_row(const float *s, float *p, float *l, float alpha, float m, float factor, int64_t c0,
-                            int64_t c1, bool exact) {
+/*
+ * A row's reference m is the maximum of the first block in which it sees a key, and moves only when a later block holds a score
+ * far above it: then exponents would grow, not lose precision, so a block is first tried against the old reference and done
+ * again, with its maximum, when some lane's sum exceeds SOFTMAX_LIMIT. That saves the pass for the maximum nearly always, and
+ * costs one more pass at worst. It is decided for each row by its own scores, so strips may be cut anywhere.
+ */
+#define SOFTMAX_LIMIT 256.0f
+
+/* Probabilities of one row against the reference, returned are their lane-wise sums. factor turns scores into exponents of
+ * two. exact: subtract first, which costs an operation and cannot overflow. */
+X86_INLINE vf softmax_row(const float *s, float *p, float m, float factor, int64_t c0, int64_t c1, bool exact) {
 	const vf f = v_set(factor), reference = v_set(exact ? m : m * factor);
-	vf sum0 = v_mul(v_load(l), v_set(alpha)), sum1 = v_zero();
+	vf sum0 = v_zero(), sum1 = v_zero();
 	for (int64_t j = c0; j < c1; j += NR) {
 		vf e0 = v_load(s + j), e1 = v_load(s + j + VL);
 		if (exact) {
@@ -195,41 +202,67 @@ X86_INLINE void softmax_row(const float *s, float *p, float *l, float alpha, flo
 		v_store(p + j + VL, e1);
 #endif
 	}
-	v_store(l, v_add(sum0, sum1));
+	return v_add(sum0, sum1);
 }
 
-/* One strip of `rows` rows: scores s (row stride BLOCK) to probabilities p (row stride BLOCK / PACK; s itself without
- * X86_PAIRS), columns [c0, c1), both multiples of NR. m (VL slots readable) and l (VL floats a row) are updated; alpha (VL
- * slots) is what earlier results of each row must be multiplied by. Rows that are -inf everywhere give zeros. */
-static inline void softmax_strip(const float *s, float *p, float *m, float *l, float *alpha, int rows, int64_t c0,
+X86_INLINE float softmax_top(const float *s, int64_t c0, int64_t c1) {
+	vf a = v_load(s + c0), b = v_load(s + c0 + VL);
+	for (int64_t j = c0 + NR; j < c1; j += NR) {
+		a = v_max(a, v_load(s + j));
+		b = v_max(b, v_load(s + j + VL));
+	}
+	return v_largest(v_max(a, b));
+}
+
+/* New references from the old ones and the maxima of a block (-inf: keep), and what earlier results must be multiplied by. */
+X86_INLINE vf softmax_move(vf old, vf top, float factor, vf *alpha) {
+	const vf new = v_max(old, top);
+	/* exactly 1 where the reference stayed: the polynomial is not exact at 0 and its error would grow with every block */
+	*alpha = v_select(v_equal(old, new), v_set(1.0f), v_exp2(v_mul(v_sub(old, new), v_set(factor)), 5));
+	return new;
+}
+
+/* One strip of `rows` rows: scores s (row stride BLOCK) to probabilities p (row stride BLOCK / PACK), columns [c0, c1), both
+ * multiples of NR. m (VL slots readable) and l (VL floats a row) are updated; alpha (VL slots) is what earlier results of each
+ * row must be multiplied by. Whether any alpha is not 1 is returned. Rows that are -inf everywhere give zeros. */
+static inline bool softmax_strip(const float *s, float *p, float *m, float *l, float *alpha, int rows, int64_t c0,
                                  int64_t c1, float factor) {
-	float top[VL] X86_ALIGNED, reference[VL] X86_ALIGNED;
-	v_store(top, v_zero());
+	const vf none = v_set(-INFINITY), limit = v_set(SOFTMAX_LIMIT), huge = v_set(1e37f / factor);
+	bool moved = false;
+	float reference[VL] X86_ALIGNED;
+	vf old = v_load(m);
+	v_store(alpha, v_set(1.0f));
+	if (v_any(v_equal(old, none))) {
+		float top[VL] X86_ALIGNED;
+		v_store(top, none);
+		for (int r = 0; r < rows; r++)
+			if (m[r] == -INFINITY) top[r] = softmax_top(s + r * BLOCK, c0, c1);
+		vf a;
+		old = softmax_move(old, v_load(top), factor, &a);
+		v_store(alpha, a);
+		v_store(reference, old);
+		memcpy(m, reference, (size_t)rows * sizeof *m);
+		moved = true;
+	}
+	/* a row that has seen nothing yet: any finite reference gives zeros */
+	v_store(reference, v_select(v_equal(old, none), v_zero(), old));
+	const bool exact = v_any(v_less(huge, v_abs(old)));
 	for (int r = 0; r < rows; r++) {
 		const float *x = s + r * BLOCK;
-		vf a = v_load(x + c0), b = v_load(x + c0 + VL);
-		for (int64_t j = c0 + NR; j < c1; j += NR) {
-			a = v_max(a, v_load(x + j));
-			b = v_max(b, v_load(x + j + VL));
+		float *y = p + r * (BLOCK / PACK);
+		vf sum;
+		if (!exact) sum = softmax_row(x, y, reference[r], factor, c0, c1, false);
+		else sum = softmax_row(x, y, reference[r], factor, c0, c1, fabsf(reference[r]) > 1e37f / factor);
+		if (v_any(v_less(limit, sum))) {
+			vf a, new = softmax_move(v_set(m[r]), v_set(softmax_top(x, c0, c1)), factor, &a);
+			m[r] = v_lane0(new);
+			alpha[r] = v_lane0(a);
+			sum = softmax_row(x, y, m[r], factor, c0, c1, true);
+			moved = true;
 		}
-		top[r] = v_largest(v_max(a, b));
+		v_store(l + r * VL, v_fma(v_load(l + r * VL), v_set(alpha[r]), sum));
 	}
-	const vf old = v_load(m), new = v_max(old, v_load(top)), none = v_set(-INFINITY);
-	/* a row that has seen nothing yet: any finite reference gives zeros */
-	const vf finite = v_select(v_equal(new, none), v_zero(), new);
-	/* exactly 1 where the maximum stayed: the polynomial is not exact at 0 and its error would grow with every block */
-	v_store(alpha, v_select(v_equal(old, new), v_set(1.0f), v_exp2(v_mul(v_sub(old, finite), v_set(factor)), 5)));
-	v_store(reference, finite);
-	memcpy(m, &new, (size_t)rows * sizeof *m);
-	const bool exact = v_any(v_less(v_set(1e37f / factor), v_abs(finite)));
-	for (int r = 0; r < rows; r++) {
-		if (exact)
-			softmax_row(s + r * BLOCK, p + r * (BLOCK / PACK), l + r * VL, alpha[r], reference[r], factor, c0, c1,
-			            true);
-		else
-			softmax_row(s + r * BLOCK, p + r * (BLOCK / PACK), l + r * VL, alpha[r], reference[r], factor, c0, c1,
-			            false);
-	}
+	return moved;
 }
 
 #endif

@@ -95,6 +95,9 @@ X86_INLINE float v_largest(vf x) {
 X86_INLINE float v_sum(vf x) {
 	return _mm512_reduce_add_ps(x);
 }
+X86_INLINE float v_lane0(vf x) {
+	return _mm512_cvtss_f32(x);
+}
 
 /* n elements from p on (n >= VL: VL of them), zeros above; nothing beyond them is read. */
 X86_INLINE vf v_load_f32(const float *p, int64_t n) {
@@ -149,7 +152,8 @@ X86_INLINE void v_transpose(vf r[VL]) {
 	t[(i) + 1] = _mm512_unpackhi_ps(r[i], r[(i) + 1]);
 	X86_PAIR(0)
 	X86_PAIR(2)
-	X86_PAIR(4) X86_PAIR(6) X86_PAIR(8) X86_PAIR(10) X86_PAIR(12) X86_PAIR(14)
+	X86_PAIR(4)
+	X86_PAIR(6) X86_PAIR(8) X86_PAIR(10) X86_PAIR(12) X86_PAIR(14)
 #undef X86_PAIR
 #define X86_PD(x) _mm512_castps_pd(x)
 #define X86_QUAD(i)                                                                            \
@@ -258,6 +262,9 @@ X86_INLINE float v_largest(vf x) {
 	y = _mm_max_ps(y, _mm_movehl_ps(y, y));
 	return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
+X86_INLINE float v_lane0(vf x) {
+	return _mm256_cvtss_f32(x);
+}
 X86_INLINE float v_sum(vf x) {
 	__m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 	y = _mm_add_ps(y, _mm_movehl_ps(y, y));
@@ -324,7 +331,8 @@ X86_INLINE void v_transpose(vf r[VL]) {
 	t[(i) + 1] = _mm256_unpackhi_ps(r[i], r[(i) + 1]);
 	X86_PAIR(0)
 	X86_PAIR(2)
-	X86_PAIR(4) X86_PAIR(6)
+	X86_PAIR(4)
+	X86_PAIR(6)
 #undef X86_PAIR
 #define X86_QUAD(i)                                               \
 	u[i] = _mm256_shuffle_ps(t[i], t[(i) + 2], 0x44);             \
@@ -357,20 +365,43 @@ X86_INLINE vf v_exp2_fraction(vf f, int degree) {
 	return v_fma(p, f, v_set(0.9999999251f));
 }
 
-/* 2^x for x <= 127, to the polynomial's error; 0 for -inf and, on 256 bits, below -126. degree is a constant. */
+/* 2^x to the polynomial's error; 0 for -inf (and on 256 bits below -126), Inf from 128 on. degree is a constant. */
 X86_INLINE vf v_exp2(vf x, int degree) {
 #ifdef __AVX512F__
 	vf f = _mm512_reduce_ps(x, 0x09); /* x - floor(x), 0 for -inf */
 	return _mm512_scalef_ps(v_exp2_fraction(f, degree), x);
 #else
 	vf low = v_set(-126.0f);
-	x = v_max(low, x);
+	x = v_min(v_set(128.0f), v_max(low, x));
 	vf n = _mm256_floor_ps(x);
 	vf p = v_exp2_fraction(v_sub(x, n), degree);
 	__m256i e = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
 	p = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), e));
 	return _mm256_and_ps(p, _mm256_cmp_ps(x, low, _CMP_NLE_UQ));
 #endif
+}
+
+/* Natural logarithm of a normal number above 0, error 1e-7 of max(1, |result|). */
+X86_INLINE vf v_log(vf x) {
+#ifdef __AVX512F__
+	vf e = _mm512_getexp_ps(x), m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
+#else
+	__m256i bits = _mm256_castps_si256(x);
+	vf e = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127)));
+	bits = _mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fffff)), _mm256_set1_epi32(0x3f800000));
+	vf m = v_select(_mm256_cmp_ps(x, x, _CMP_UNORD_Q), x, _mm256_castsi256_ps(bits));
+#endif
+	const vf one = v_set(1.0f);
+	const vmask upper = v_less(v_set(1.41421356f), m);
+	e = v_select(upper, v_add(e, one), e);
+	m = v_select(upper, v_mul(m, v_set(0.5f)), m);
+	/* log m = 2 artanh((m - 1) / (m + 1)), |.| <= 0.172 */
+	const vf s = v_div(v_sub(m, one), v_add(m, one)), z = v_mul(s, s);
+	vf p = v_fma(v_set(2.0f / 9), z, v_set(2.0f / 7));
+	p = v_fma(p, z, v_set(2.0f / 5));
+	p = v_fma(p, z, v_set(2.0f / 3));
+	p = v_fma(v_mul(p, z), s, v_add(s, s));
+	return v_fma(e, v_set(0.693147181f), p);
 }
 
 /* tanh(x), relative error 3e-7 (own fit for the small arguments, where 1 - 2 / (e^2x + 1) would cancel). */
