@@ -1,5 +1,6 @@
 /* `ingot check`: which cases run, on which kernels, and what is said about them. */
 #include "check.h"
+#include "gpu.h"
 #include "rows.h"
 
 #include <math.h>
@@ -177,7 +178,7 @@ static int find_kernels(check_run *run, const char *backend) {
 		check_kernel *k = &run->kernels[run->count];
 		snprintf(k->name, sizeof k->name, "%s/%s", impl.family, impl.name);
 		const int op = tool_operator_parse(impl.operator_name);
-		if (!impl.available || impl.device_type != INGOT_CPU || op < 0) continue;
+		if (!impl.available || impl.device_type != gpu_stream().type || op < 0) continue;
 		if (backend && strcmp(backend, impl.family) != 0 && strcmp(backend, impl.name) != 0 &&
 		    strcmp(backend, k->name) != 0)
 			continue;
@@ -278,7 +279,7 @@ static void run_generated(check_run *run, int level, int64_t from, int64_t *inde
 
 static int run(const tool_command *command, int argc, char **argv) {
 	check_run r = {.most_failures = 20, .seed = (uint64_t)(tool_now() * 1e6) ^ (uint64_t)getpid() << 40};
-	const char *backend = NULL, *line = NULL, *rows = NULL;
+	const char *backend = NULL, *line = NULL, *rows = NULL, *device = "cpu", *why;
 	int64_t level = 1, threads = 0, from = 0, seconds = 0;
 	bool json = false;
 	r.seed %= 1000000000;
@@ -287,6 +288,7 @@ static int run(const tool_command *command, int argc, char **argv) {
 	     "0 smoke (10 s), 1 every feature (1 min), 2 features in pairs and edges (minutes), 3 random without end",
 	     TOOL_INTEGER, &level, 0, 3},
 		{"--backend", "NAME", "only this family or implementation (see ingot list)", TOOL_TEXT, &backend, 0, 0},
+		{"--device", "DEVICE", "cpu, or cuda:N", TOOL_TEXT, &device, 0, 0},
 		{"--seed", "N", "of the random inputs; printed at the end of every run", TOOL_UNSIGNED, &r.seed, 0, 0},
 		{"--only", "TEXT", "only cases whose line holds this text", TOOL_TEXT, &r.only, 0, 0},
 		{"--problem", "PROBLEM", "one case, with --seed as its own seed", TOOL_TEXT, &line, 0, 0},
@@ -303,6 +305,7 @@ static int run(const tool_command *command, int argc, char **argv) {
 	int count;
 	const int stop = tool_parse(command, options, argc, argv, NULL, 0, &count);
 	if (stop >= 0) return stop;
+	if (!gpu_open(device, &why)) return tool_usage(command, "--device %s: %s", device, why);
 	r.level = (int)level;
 	r.threads = (int32_t)threads;
 	r.begun = r.told = tool_now();

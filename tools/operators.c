@@ -4,30 +4,37 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "gpu.h"
+
+static ingot_stream stream_of(const ingot_options *o) {
+	return gpu_takes(o) ? gpu_stream() : (ingot_stream){0};
+}
+
 #define VERBS(op)                                                                                         \
-	static ingot_status op##_run(const void *p, const ingot_options *o) {                                 \
-		return ingot_##op(p, (ingot_stream){0}, o);                                                       \
+	static ingot_status op##_run(const void *p, ingot_stream stream, const ingot_options *o) {            \
+		return ingot_##op(p, stream, o);                                                                  \
 	}                                                                                                     \
 	static ingot_status op##_workspace(const void *p, const ingot_options *o, uint64_t *bytes) {          \
-		return ingot_##op##_workspace(p, (ingot_stream){0}, o, bytes);                                    \
+		return ingot_##op##_workspace(p, stream_of(o), o, bytes);                                         \
 	}                                                                                                     \
 	static ingot_status op##_prepare(const void *p, const ingot_options *o) {                             \
-		return ingot_##op##_prepare(p, (ingot_stream){0}, o);                                             \
+		return ingot_##op##_prepare(p, stream_of(o), o);                                                  \
 	}                                                                                                     \
 	static ingot_status op##_explain(const void *p, const ingot_options *o, int32_t format, char *buffer, \
 	                                 size_t capacity, size_t *needed) {                                   \
-		return ingot_##op##_explain(p, (ingot_stream){0}, o, format, buffer, capacity, needed);           \
+		return ingot_##op##_explain(p, stream_of(o), o, format, buffer, capacity, needed);                \
 	}
 INGOT_OPERATOR_LIST(VERBS)
 
 static const struct {
 	const char *name;
-	ingot_status (*run)(const void *, const ingot_options *);
+	size_t size;
+	ingot_status (*run)(const void *, ingot_stream, const ingot_options *);
 	ingot_status (*workspace)(const void *, const ingot_options *, uint64_t *);
 	ingot_status (*prepare)(const void *, const ingot_options *);
 	ingot_status (*explain)(const void *, const ingot_options *, int32_t, char *, size_t, size_t *);
 } operators[] = {
-#define ENTRY(op) {#op, op##_run, op##_workspace, op##_prepare, op##_explain},
+#define ENTRY(op) {#op, sizeof(ingot_##op##_params), op##_run, op##_workspace, op##_prepare, op##_explain},
 	INGOT_OPERATOR_LIST(ENTRY)};
 
 _Static_assert(sizeof operators / sizeof *operators == TOOL_OPERATORS, "tool_operator follows INGOT_OPERATOR_LIST");
@@ -42,8 +49,17 @@ int tool_operator_parse(const char *name) {
 	return -1;
 }
 
+size_t tool_params_size(tool_operator op) {
+	return operators[op].size;
+}
+
+ingot_status tool_run_on(tool_operator op, const void *params, ingot_stream stream, const ingot_options *options) {
+	return operators[op].run(params, stream, options);
+}
+
 ingot_status tool_run(tool_operator op, const void *params, const ingot_options *options) {
-	return operators[op].run(params, options);
+	if (gpu_takes(options)) return gpu_run(op, params, options, 0, NULL);
+	return operators[op].run(params, (ingot_stream){0}, options);
 }
 
 ingot_status tool_workspace(tool_operator op, const void *params, const ingot_options *options, uint64_t *bytes) {

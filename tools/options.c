@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "gpu.h"
+
 static const tool_command *const commands[] = {&tool_attn,  &tool_explain_command, &tool_list,
                                                &tool_check, &tool_build,           &tool_image};
 enum { COMMANDS = sizeof commands / sizeof *commands };
@@ -175,6 +177,7 @@ void *tool_alloc_aligned(size_t align, size_t bytes) {
 		exit(TOOL_FAILED);
 	}
 	memset(memory, 0, bytes);
+	gpu_know(memory, bytes);
 	return memory;
 }
 

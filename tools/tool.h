@@ -91,7 +91,10 @@ typedef enum tool_operator { TOOL_FWD, TOOL_BWD, TOOL_MERGE, TOOL_APPEND, TOOL_M
 
 const char *tool_operator_name(tool_operator op); /* "attn_fwd" */
 int tool_operator_parse(const char *name);        /* by the library's name; -1 */
+/* With tensors in the command's memory, on the device that --device names; the reference always runs on the CPU. */
 ingot_status tool_run(tool_operator op, const void *params, const ingot_options *options);
+/* With tensors in the stream's memory, asynchronously on a GPU. */
+ingot_status tool_run_on(tool_operator op, const void *params, ingot_stream stream, const ingot_options *options);
 ingot_status tool_workspace(tool_operator op, const void *params, const ingot_options *options, uint64_t *bytes);
 ingot_status tool_prepare(tool_operator op, const void *params, const ingot_options *options);
 /* The explanation, to be freed; NULL with the status when the call itself is refused. */
