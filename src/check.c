@@ -88,14 +88,9 @@ static ingot_status bad_dtype(const char *name, int32_t dtype, unsigned allowed)
 	                   list);
 }
 
-/* A tensor by itself. On OK, strides of axes of extent <= 1 and everything past ndim are 0. */
+/* A tensor by itself, present or required. On OK, strides of axes of extent <= 1 and everything past ndim are 0. */
 static ingot_status check_tensor(const char *name, const ingot__field *f, bool data_read, ingot_tensor *t) {
-	if (t->dtype == INGOT_NONE) {
-		if (f->flags & INGOT__REQUIRED)
-			return ingot__fail(INGOT_INVALID, "%s is absent (dtype NONE); it is required", name);
-		memset(t, 0, sizeof *t);
-		return INGOT_OK;
-	}
+	if (t->dtype == INGOT_NONE) return ingot__fail(INGOT_INVALID, "%s is absent (dtype NONE); it is required", name);
 	if (t->dtype < 0 || t->dtype >= DTYPES || !(f->dtypes >> t->dtype & 1)) return bad_dtype(name, t->dtype, f->dtypes);
 	if (t->ndim < 1 || t->ndim > 5 || !(f->ranks >> t->ndim & 1)) {
 		char list[32] = "";
@@ -176,11 +171,18 @@ ingot_status ingot__check(ingot__operator op, const void *params, const ingot_op
 		}
 		for (int i = 0; i < (f->count ? f->count : 1); i++) {
 			ingot_tensor *t = (ingot_tensor *)(void *)to + i;
-			memcpy(t, from + (size_t)i * sizeof *t, sizeof *t);
+			const ingot_tensor *const given_tensor = (const ingot_tensor *)(const void *)from + i;
+			/* most are absent, and what they would be is 0 already */
+			if (given_tensor->dtype == INGOT_NONE && !(f->flags & INGOT__REQUIRED)) continue;
+			*t = *given_tensor;
 			char name[48];
 			const char *full = f->name;
 			if (f->count) {
-				if (t->dtype != INGOT_NONE) snprintf(name, sizeof name, "%s[%d]", f->name, i), full = name;
+				/* by hand: this runs in every call, and a count is one digit */
+				const size_t length = strlen(f->name);
+				memcpy(name, f->name, length);
+				memcpy(name + length, (char[]){'[', (char)('0' + i), ']', 0}, 4);
+				full = name;
 			}
 			if ((s = check_tensor(full, f, data_read, t))) return s;
 		}
