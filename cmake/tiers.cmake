@@ -1,5 +1,5 @@
-# The text tiers of `ingot check` (tests/kernels/{smoke,level1,level2}.txt) become a C file, so that an installed command
-# needs no source tree. Sets `out` to its path.
+# The text tiers of `ingot check` (tests/kernels/{smoke,level1,level2}.txt) and the suite of `ingot bench` (bench/cpu.txt)
+# become a C file, so that an installed command needs no source tree. Sets `out` to its path.
 function(ingot_check_tiers out)
 	set(text "/* The lines of the text tiers in tests/kernels. Generated. */\n#include \"check.h\"\n\n")
 	set(rows)
@@ -16,6 +16,15 @@ function(ingot_check_tiers out)
 		string(APPEND rows "\t{\"${tier}\", ${tier}, ${count}},\n")
 	endforeach()
 	string(APPEND text "const check_tier check_tiers[] = {\n${rows}};\n")
+	set(file ${CMAKE_CURRENT_SOURCE_DIR}/bench/cpu.txt)
+	set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
+	file(STRINGS ${file} lines REGEX "^[^#]")
+	list(LENGTH lines count)
+	string(APPEND text "\nconst char *const bench_suite[] = {\n")
+	foreach(line IN LISTS lines)
+		string(APPEND text "\t\"${line}\",\n")
+	endforeach()
+	string(APPEND text "};\n\nconst int bench_suite_count = ${count};\n")
 	set(source ${CMAKE_CURRENT_BINARY_DIR}/check_tiers.c)
 	file(CONFIGURE OUTPUT ${source} CONTENT "${text}" @ONLY)
 	set(${out} ${source} PARENT_SCOPE)

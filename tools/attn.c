@@ -476,8 +476,8 @@ static ingot_status time_call(const layer *l, tool_operator op, const void *para
 	status = tool_prepare(op, params, &options);
 	int32_t threads = (int32_t)s->threads;
 	if (threads == 0) ingot_device_describe((ingot_stream){0}, NULL, 0, NULL, 0, &threads);
-	const tool_rate rate = tool_rate_of(l->dtype);
-	double peak = tool_peak(rate, threads);
+	const char *name;
+	double peak = tool_peak(l->dtype, threads, &name);
 	enum { MOST = 10000 };
 	double *times = tool_alloc(sizeof(double) * MOST);
 	int count = 0;
@@ -488,13 +488,13 @@ static ingot_status time_call(const layer *l, tool_operator op, const void *para
 		times[count++] = tool_now() - begin;
 	}
 	if (status == INGOT_OK) {
-		peak = fmax(peak, tool_peak(rate, threads));
+		peak = fmax(peak, tool_peak(l->dtype, threads, &name));
 		qsort(times, (size_t)count, sizeof *times, by_value);
 		printf("    time  min %.3f ms, median %.3f ms of %d; %.1f GFLOP/s", times[0] * 1e3, times[count / 2] * 1e3,
 		       count, flops / times[0] * 1e-9);
 		if (peak > 0)
 			printf(", %.0f %% of this processor's %.0f (%s, %d thread%s, measured now)", flops / times[0] * 1e-7 / peak,
-			       peak, rate == TOOL_RATE_BF16 ? "bf16" : "fp32", threads, threads == 1 ? "" : "s");
+			       peak, name, threads, threads == 1 ? "" : "s");
 		printf("\n");
 	}
 	free(times);

@@ -227,7 +227,7 @@ static verdict check_refusals(const char *backend, uint64_t seed, char *text, si
 		if (which == 5) {
 			p.k = tool_tensor(k, INGOT_F32, 4, one_key);
 			p.v = tool_tensor(v, INGOT_F32, 4, one_key);
-			field = "k.shape[1]";
+			field = "Hk"; /* both head counts are named */
 		}
 		if (which == 6) {
 			p.softmax_scale = NAN;

@@ -11,8 +11,8 @@
 
 #include "gpu.h"
 
-static const tool_command *const commands[] = {&tool_attn,  &tool_explain_command, &tool_list,
-                                               &tool_check, &tool_build,           &tool_image};
+static const tool_command *const commands[] = {&tool_attn,  &tool_explain_command, &tool_list, &tool_check,
+                                               &tool_bench, &tool_build,           &tool_image};
 enum { COMMANDS = sizeof commands / sizeof *commands };
 
 static void print_help(FILE *to) {

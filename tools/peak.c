@@ -68,22 +68,18 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) static double sp
 	return 12.0 * 32 * 2 * (double)rounds;
 }
 
-static double (*spinner(tool_rate rate))(long) {
+static double (*spinner(bool pairs))(long) {
 	__builtin_cpu_init();
-	if (rate == TOOL_RATE_BF16) return __builtin_cpu_supports("avx512bf16") ? spin_bf16 : NULL;
+	if (pairs) return __builtin_cpu_supports("avx512bf16") ? spin_bf16 : NULL;
 	if (__builtin_cpu_supports("avx512f")) return spin_avx512;
 	return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? spin_avx2 : NULL;
 }
 #else
-static double (*spinner(tool_rate rate))(long) {
-	(void)rate;
+static double (*spinner(bool pairs))(long) {
+	(void)pairs;
 	return NULL;
 }
 #endif
-
-tool_rate tool_rate_of(int32_t dtype) {
-	return dtype == INGOT_BF16 && spinner(TOOL_RATE_BF16) ? TOOL_RATE_BF16 : TOOL_RATE_F32;
-}
 
 typedef struct lane {
 	pthread_t thread;
@@ -165,8 +161,7 @@ static void run_lanes(lane *lanes, int threads, void *(*body)(void *)) {
 	pthread_barrier_destroy(&barrier);
 }
 
-double tool_peak(tool_rate rate, int threads) {
-	double (*spin)(long) = spinner(rate);
+static double rate_of(double (*spin)(long), int threads) {
 	if (!spin) return 0;
 	static lane lanes[LANES];
 	memset(lanes, 0, sizeof lanes);
@@ -175,6 +170,13 @@ double tool_peak(tool_rate rate, int threads) {
 	double sum = 0;
 	for (int i = 0; i < threads; i++) sum += lanes[i].rate;
 	return sum * 1e-9;
+}
+
+double tool_peak(int32_t dtype, int threads, const char **name) {
+	const double single = rate_of(spinner(false), threads);
+	const double pairs = dtype == INGOT_BF16 ? rate_of(spinner(true), threads) : 0;
+	if (name) *name = pairs > single ? "bf16 pairs" : "fp32";
+	return pairs > single ? pairs : single;
 }
 
 double tool_read_rate(const void *memory, size_t bytes, int threads) {

@@ -7,7 +7,8 @@
 
 /* The reference's value as the result's type holds it, where that is no finite number; else unchanged. */
 static double overflown(double want, int32_t dtype) {
-	if (dtype == INGOT_F32 || !isfinite(want)) return want;
+	if (!isfinite(want)) return want;
+	if (dtype == INGOT_F32) return isfinite((float)want) ? want : (double)(float)want;
 	uint32_t cell;
 	tool_store(&cell, 0, dtype, (float)want);
 	const float held = tool_load(&cell, 0, dtype);

@@ -106,13 +106,15 @@ ingot_options tool_options(const char *backend, int32_t threads);
 
 double tool_now(void); /* seconds */
 
-/* Multiply-accumulates of fp32, or bf16 pairs summed in fp32. */
-typedef enum tool_rate { TOOL_RATE_F32, TOOL_RATE_BF16, TOOL_RATES } tool_rate;
-/* The rate that limits a problem of this storage type on this processor. */
-tool_rate tool_rate_of(int32_t dtype);
-/* GFLOP/s of a loop that only multiplies and accumulates in registers, on that many threads; about 20 ms. 0: unknown. */
-double tool_peak(tool_rate rate, int threads);
+/* GFLOP/s that a loop which only multiplies and accumulates in registers reaches on that many threads, in about 20 ms a
+ * kind of instruction: fp32, and for bf16 also pairs summed in fp32, whichever is faster on this processor. *name says which
+ * (NULL: not wanted). 0: unknown. */
+double tool_peak(int32_t dtype, int threads, const char **name);
 /* GB/s of a loop that only reads `bytes` of memory, on that many threads; one pass. */
 double tool_read_rate(const void *memory, size_t bytes, int threads);
+
+/* The built-in suite: the lines of bench/cpu.txt, made by the build. */
+extern const char *const bench_suite[];
+extern const int bench_suite_count;
 
 #endif
