@@ -116,13 +116,39 @@ DEVICE void load_chunk(const ingot__gpu_args &a, const attention &t, bool keys, 
 	}
 }
 
-/* dot[x] = sum over columns of A[owner row][.] B[4 x + quarter][.] */
+/* dot[x] += sum over columns of A[owner row][.] B[4 x + quarter][.], in short runs: one long chain of additions would lose more
+ * bits than the textbook algorithm may. */
 DEVICE void dot_chunk(const float (*A)[PITCH], const float (*B)[PITCH], float dot[QUARTER]) {
 	const int r = thread_id() / 4, quarter = thread_id() & 3;
-	for (int c = 0; c < CHUNK; c++) {
-		const float x = A[r][c];
+	for (int c0 = 0; c0 < CHUNK; c0 += 8) {
+		float part[QUARTER];
 #pragma unroll
-		for (int n = 0; n < QUARTER; n++) dot[n] = fmaf(x, B[4 * n + quarter][c], dot[n]);
+		for (int n = 0; n < QUARTER; n++) part[n] = 0;
+#pragma unroll
+		for (int c = c0; c < c0 + 8; c++) {
+			const float x = A[r][c];
+#pragma unroll
+			for (int n = 0; n < QUARTER; n++) part[n] = fmaf(x, B[4 * n + quarter][c], part[n]);
+		}
+#pragma unroll
+		for (int n = 0; n < QUARTER; n++) dot[n] += part[n];
+	}
+}
+
+/* out[c] += sum over the tile's rows of W[owner row][.] B[.][4 c + quarter], likewise. */
+DEVICE void product_chunk(const float (*W)[TILE + 1], const float (*B)[PITCH], float out[CHUNK / 4]) {
+	const int r = thread_id() / 4, quarter = thread_id() & 3;
+	for (int x0 = 0; x0 < TILE; x0 += 8) {
+		float part[CHUNK / 4];
+#pragma unroll
+		for (int c = 0; c < CHUNK / 4; c++) part[c] = 0;
+		for (int x = x0; x < x0 + 8; x++) {
+			const float w = W[r][x];
+#pragma unroll
+			for (int c = 0; c < CHUNK / 4; c++) part[c] = fmaf(w, B[x][4 * c + quarter], part[c]);
+		}
+#pragma unroll
+		for (int c = 0; c < CHUNK / 4; c++) out[c] += part[c];
 	}
 }
 

@@ -139,18 +139,13 @@ DEVICE void weights(const ingot__gpu_args &a, const attention &t, int i, int j, 
 /* out[c] += sum over the other tile of W[owner][other] X[other][c], in chunks of columns. */
 DEVICE void accumulate(const ingot__gpu_args &a, const attention &t, tiles &m, bool keys, const void *base,
                        const int64_t *stride, int dtype, int r0, int first, int last, int columns, float out[COLUMNS]) {
-	const int r = thread_id() / 4, quarter = thread_id() & 3;
 #pragma unroll
 	for (int c0 = 0; c0 < HEAD; c0 += CHUNK) {
 		if (c0 >= columns) break;
 		block_barrier();
 		load_chunk(a, t, keys, m.B, base, stride, dtype, r0, first, last, c0, columns);
 		block_barrier();
-		for (int x = 0; x < TILE; x++) {
-			const float w = m.W[r][x];
-#pragma unroll
-			for (int c = 0; c < CHUNK / 4; c++) out[c0 / 4 + c] = fmaf(w, m.B[x][4 * c + quarter], out[c0 / 4 + c]);
-		}
+		product_chunk(m.W, m.B, out + c0 / 4);
 	}
 }
 

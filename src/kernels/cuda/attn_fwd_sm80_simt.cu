@@ -116,12 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80_simt(const _
 				block_barrier();
 				load_chunk(a, t, true, B, a.v, a.v_stride, a.kv_dtype, j0, first, last, c0, a.head_dim_v);
 				block_barrier();
-				for (int j = 0; j < TILE; j++) {
-					const float p = P[r][j];
-#pragma unroll
-					for (int c = 0; c < CHUNK / 4; c++)
-						out[c0 / 4 + c] = fmaf(p, B[j][4 * c + quarter], out[c0 / 4 + c]);
-				}
+				product_chunk(P, B, out + c0 / 4);
 			}
 		}
 		total += lane_xor(total, 1);
