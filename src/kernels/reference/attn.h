@@ -21,6 +21,9 @@ typedef float real;
 
 enum { ROWS = 16, KEYS = 64, LEVEL = 64 };
 
+/* Between columns of keys: a cache line more than KEYS, since a power of two would put them all in a few cache sets. */
+enum { PITCH = KEYS + 64 / (int)sizeof(real) };
+
 static inline int64_t blocks_of(int64_t n, int64_t size) {
 	return (n + size - 1) / size;
 }
@@ -144,13 +147,13 @@ static inline void load_rows(const scope *s, real *to, const ingot_tensor *t, in
 		load_values(s, to + r * dim, 1, t, ingot__row_offset(t, s->q, s->head, row + r), dim, factor);
 }
 
-/* Keys [key, key + keys) of K or V: `rows` [KEYS][dim] and `columns` [dim][KEYS], either may be NULL. */
+/* Keys [key, key + keys) of K or V: `rows` [KEYS][dim] and `columns` [dim][PITCH], either may be NULL. */
 static inline void load_keys(const scope *s, real *rows, real *columns, const ingot_tensor *t, int64_t dim, int64_t key,
                              int keys, float factor) {
 	for (int c = 0; c < keys; c++) {
 		const int64_t offset = ingot__key_offset(s->p, t, s->k, s->pages, s->head_k, key + c);
 		if (rows) load_values(s, rows + c * dim, 1, t, offset, dim, factor);
-		if (columns) load_values(s, columns + c, KEYS, t, offset, dim, factor);
+		if (columns) load_values(s, columns + c, PITCH, t, offset, dim, factor);
 	}
 }
 
@@ -190,18 +193,23 @@ static inline bool tile_place(tile *t, const scope *s, int64_t row, int rows, in
 	return any;
 }
 
-/* product[r][c] = dot of row r of a [rows][dim] and column c of b [dim][KEYS]; summed in two levels. */
+/* product[r][c] = dot of row r of a [rows][dim] and column c of b [dim][PITCH]; summed in two levels, for as many columns at
+ * a time as registers hold. */
 static inline void multiply_columns(real product[ROWS][KEYS], const real *a, const real *b, int rows, int64_t dim) {
+	enum { STRIP = 128 / sizeof(real) };
 	for (int r = 0; r < rows; r++) {
-		for (int c = 0; c < KEYS; c++) product[r][c] = 0;
-		for (int64_t from = 0; from < dim; from += LEVEL) {
-			const int64_t to = from + LEVEL < dim ? from + LEVEL : dim;
-			real part[KEYS] = {0};
-			for (int64_t d = from; d < to; d++) {
-				const real x = a[r * dim + d];
-				for (int c = 0; c < KEYS; c++) part[c] += x * b[d * KEYS + c];
+		for (int first = 0; first < KEYS; first += STRIP) {
+			real sum[STRIP] = {0};
+			for (int64_t from = 0; from < dim; from += LEVEL) {
+				const int64_t to = from + LEVEL < dim ? from + LEVEL : dim;
+				real part[STRIP] = {0};
+				for (int64_t d = from; d < to; d++) {
+					const real x = a[r * dim + d];
+					for (int c = 0; c < STRIP; c++) part[c] += x * b[d * PITCH + first + c];
+				}
+				for (int c = 0; c < STRIP; c++) sum[c] += part[c];
 			}
-			for (int c = 0; c < KEYS; c++) product[r][c] += part[c];
+			for (int c = 0; c < STRIP; c++) product[r][first + c] = sum[c];
 		}
 	}
 }
@@ -242,18 +250,36 @@ static inline void dropout_factors(real factor[KEYS], const scope *s, int64_t ro
 	}
 }
 
-/* sum[r] += the tile's rows of weight times rows [KEYS][dim]; valid pairs only. part [dim] holds the tile's own sum, so
- * that a long axis is summed in two levels. */
+/* sum += the n weighted rows, four at a time to read and write part [dim] less often; part holds their own sum, so that a
+ * long axis is summed in two levels. */
+static inline void add_weighted(real *restrict sum, real *restrict part, const real weight[], const real *const row[],
+                                int n, int64_t dim) {
+	for (int64_t d = 0; d < dim; d++) part[d] = 0;
+	int i = 0;
+	for (; i + 4 <= n; i += 4) {
+		const real w0 = weight[i], w1 = weight[i + 1], w2 = weight[i + 2], w3 = weight[i + 3];
+		const real *const r0 = row[i], *const r1 = row[i + 1], *const r2 = row[i + 2], *const r3 = row[i + 3];
+		for (int64_t d = 0; d < dim; d++) part[d] += w0 * r0[d] + w1 * r1[d] + (w2 * r2[d] + w3 * r3[d]);
+	}
+	for (; i < n; i++) {
+		for (int64_t d = 0; d < dim; d++) part[d] += weight[i] * row[i][d];
+	}
+	for (int64_t d = 0; d < dim; d++) sum[d] += part[d];
+}
+
+/* sum[r] += the tile's row r of weight times rows [KEYS][dim]; valid pairs only. */
 static inline void add_products(real *sum, real *part, const tile *t, real weight[ROWS][KEYS], const real *rows,
                                 int64_t dim) {
 	for (int r = 0; r < t->rows; r++) {
-		for (int64_t d = 0; d < dim; d++) part[d] = 0;
+		real valid_weight[KEYS];
+		const real *valid_row[KEYS];
+		int n = 0;
 		for (int c = 0; c < t->keys; c++) {
 			if (!t->valid[r][c]) continue;
-			const real w = weight[r][c];
-			for (int64_t d = 0; d < dim; d++) part[d] += w * rows[c * dim + d];
+			valid_weight[n] = weight[r][c];
+			valid_row[n++] = rows + c * dim;
 		}
-		for (int64_t d = 0; d < dim; d++) sum[r * dim + d] += part[d];
+		add_weighted(sum + r * dim, part, valid_weight, valid_row, n, dim);
 	}
 }
 

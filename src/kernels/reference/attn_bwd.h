@@ -9,7 +9,7 @@
 
 typedef struct backward_scratch {
 	real *q, *out, *dout; /* [ROWS][D], [ROWS][Dv] twice */
-	real *k, *kt, *vt;    /* [KEYS][D], [D][KEYS], [Dv][KEYS] */
+	real *k, *kt, *vt;    /* [KEYS][D], [D][PITCH], [Dv][PITCH] */
 	real *sum, *sum_v;    /* [KEYS][D], [KEYS][Dv] */
 	real *part;           /* [D or Dv] */
 	tile *tile;
@@ -21,8 +21,8 @@ static inline uint64_t backward_carve(const ingot__problem *p, void *base, backw
 	f->out = arena_reals(&a, ROWS * p->head_dim_v);
 	f->dout = arena_reals(&a, ROWS * p->head_dim_v);
 	f->k = arena_reals(&a, KEYS * p->head_dim);
-	f->kt = arena_reals(&a, KEYS * p->head_dim);
-	f->vt = arena_reals(&a, KEYS * p->head_dim_v);
+	f->kt = arena_reals(&a, PITCH * p->head_dim);
+	f->vt = arena_reals(&a, PITCH * p->head_dim_v);
 	f->sum = arena_reals(&a, KEYS * p->head_dim);
 	f->sum_v = arena_reals(&a, KEYS * p->head_dim_v);
 	f->part = arena_reals(&a, p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v);
@@ -85,17 +85,19 @@ static inline int64_t figures_index(const scope *s, int64_t row) {
 	return (s->q.slot * s->p->heads_q + s->head) * s->p->q_side.capacity + s->q.start + row;
 }
 
-/* sum[c] += the tile's columns of weight times rows [ROWS][dim]: add_products, transposed. */
+/* sum[c] += the tile's column c of weight times rows [ROWS][dim]: add_products, transposed. */
 static inline void add_transposed(real *sum, real *part, const tile *t, real weight[ROWS][KEYS], const real *rows,
                                   int64_t dim) {
 	for (int c = 0; c < t->keys; c++) {
-		for (int64_t d = 0; d < dim; d++) part[d] = 0;
+		real valid_weight[ROWS];
+		const real *valid_row[ROWS];
+		int n = 0;
 		for (int r = 0; r < t->rows; r++) {
 			if (!t->valid[r][c]) continue;
-			const real w = weight[r][c];
-			for (int64_t d = 0; d < dim; d++) part[d] += w * rows[r * dim + d];
+			valid_weight[n] = weight[r][c];
+			valid_row[n++] = rows + r * dim;
 		}
-		for (int64_t d = 0; d < dim; d++) sum[c * dim + d] += part[d];
+		add_weighted(sum + c * dim, part, valid_weight, valid_row, n, dim);
 	}
 }
 

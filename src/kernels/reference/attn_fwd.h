@@ -7,7 +7,7 @@
 
 typedef struct forward_scratch {
 	real *decode;      /* [256] */
-	real *q, *k, *v;   /* [ROWS][D], [D][KEYS], [KEYS][Dv] */
+	real *q, *k, *v;   /* [ROWS][D], [D][PITCH], [KEYS][Dv] */
 	real *sum, *part;  /* [ROWS][Dv], [Dv] */
 	real *top, *total; /* [ROWS]: the maximum, the sum of weights */
 	bool *any;         /* [ROWS]: has a valid pair */
@@ -19,7 +19,7 @@ static inline uint64_t forward_carve(const ingot__problem *p, void *base, forwar
 	arena a = {.base = base};
 	f->decode = arena_reals(&a, 256);
 	f->q = arena_reals(&a, ROWS * p->head_dim);
-	f->k = arena_reals(&a, KEYS * p->head_dim);
+	f->k = arena_reals(&a, PITCH * p->head_dim);
 	f->v = arena_reals(&a, KEYS * p->head_dim_v);
 	f->sum = arena_reals(&a, ROWS * p->head_dim_v);
 	f->part = arena_reals(&a, p->head_dim_v);
