@@ -1,4 +1,5 @@
 """kv_append as a slow program: where each new row goes, written from the header's words alone."""
+
 import numpy as np
 
 

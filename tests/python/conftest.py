@@ -1,4 +1,5 @@
 """Where the tests find their modules, the seed of what is random, and the mark of the tests that need torch."""
+
 import os
 import random
 import sys
@@ -13,8 +14,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "oracle"
 
 SEED = int(os.environ.get("INGOT_TEST_SEED") or random.SystemRandom().randrange(2**32))
 hypothesis.core.global_force_seed = SEED
-hypothesis.settings.register_profile("ingot", deadline=None, print_blob=True, database=None,
-                                     suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.register_profile(
+    "ingot", deadline=None, print_blob=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
 hypothesis.settings.load_profile("ingot")
 
 
@@ -24,6 +26,7 @@ def pytest_configure(config):
 
 def pytest_report_header():
     import ingot_ctypes
+
     return f"INGOT_TEST_SEED={SEED}, library {ingot_ctypes.PATH}"
 
 

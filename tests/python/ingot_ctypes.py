@@ -4,12 +4,25 @@
     out = ingot.empty((1, 2, 5, 8), "bf16")
     ingot.attn_fwd(q=ingot.encode(q, "bf16"), ..., out=out, mask=ingot.MASK_CAUSAL, align=ingot.TOP_LEFT)
 
-A tensor is an `Array`: a numpy array of the storage's bits with the name of its dtype. Keywords are the struct's fields;
+A tensor is an `Array`: a numpy array of the storage's bits and the name of its dtype. Keywords are the struct's fields;
 `options` is a dict of ingot_options' fields. A status other than INGOT_OK raises Refused with the library's sentence.
 """
+
 import ctypes
 import os
-from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+)
 from ctypes import c_void_p, sizeof
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +42,36 @@ IMPLIED, REUSE, ARRAY = 0, 1, 2
 DETERMINISTIC, BATCH_INVARIANT, STRICT = 1, 2, 4
 TEXT, JSON = 0, 1
 MERGE_PARTS = 8
-STATUS = {0: "INGOT_OK", 10: "INGOT_INVALID", 11: "INGOT_VERSION_MISMATCH", 20: "INGOT_UNSUPPORTED",
-          21: "INGOT_NOT_FOUND", 22: "INGOT_DEGRADED", 30: "INGOT_WORKSPACE", 31: "INGOT_OUT_OF_MEMORY",
-          40: "INGOT_IMAGE", 50: "INGOT_NO_DEVICE", 51: "INGOT_DRIVER", 90: "INGOT_INTERNAL"}
+STATUS = {
+    0: "INGOT_OK",
+    10: "INGOT_INVALID",
+    11: "INGOT_VERSION_MISMATCH",
+    20: "INGOT_UNSUPPORTED",
+    21: "INGOT_NOT_FOUND",
+    22: "INGOT_DEGRADED",
+    30: "INGOT_WORKSPACE",
+    31: "INGOT_OUT_OF_MEMORY",
+    40: "INGOT_IMAGE",
+    50: "INGOT_NO_DEVICE",
+    51: "INGOT_DRIVER",
+    90: "INGOT_INTERNAL",
+}
 OPERATORS = ("attn_fwd", "attn_bwd", "attn_merge", "kv_append", "attn_dropout_mask")
 
 # name: (ingot_dtype, numpy type of the storage)
-DTYPES = {"f32": (1, np.float32), "f16": (2, np.float16), "bf16": (3, np.uint16), "e4m3": (4, np.uint8),
-          "e5m2": (5, np.uint8), "e4m3fnuz": (6, np.uint8), "e5m2fnuz": (7, np.uint8), "i32": (8, np.int32),
-          "i64": (9, np.int64), "u64": (10, np.uint64), "bool": (11, np.bool_)}
+DTYPES = {
+    "f32": (1, np.float32),
+    "f16": (2, np.float16),
+    "bf16": (3, np.uint16),
+    "e4m3": (4, np.uint8),
+    "e5m2": (5, np.uint8),
+    "e4m3fnuz": (6, np.uint8),
+    "e5m2fnuz": (7, np.uint8),
+    "i32": (8, np.int32),
+    "i64": (9, np.int64),
+    "u64": (10, np.uint64),
+    "bool": (11, np.bool_),
+}
 EIGHTS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 
 
@@ -49,8 +83,15 @@ def varlen(q=(0, 0, 0), k=(0, 0, 0), lse_layout=0):
 
 # ---- structs ----
 
+
 class ingot_tensor(Structure):
-    _fields_ = [("data", c_void_p), ("dtype", c_int32), ("ndim", c_int32), ("shape", c_int64 * 5), ("stride", c_int64 * 5)]
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("ndim", c_int32),
+        ("shape", c_int64 * 5),
+        ("stride", c_int64 * 5),
+    ]
 
 
 class ingot_stream(Structure):
@@ -65,10 +106,21 @@ LogCallback = CFUNCTYPE(None, c_void_p, c_int32, c_char_p)
 
 
 class ingot_options(Structure):
-    _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("backend", c_char_p), ("image_path", c_char_p),
-                ("workspace", c_void_p), ("workspace_size", c_uint64), ("alloc", c_void_p), ("free", c_void_p),
-                ("alloc_context", c_void_p), ("parallel_for", c_void_p), ("parallel_context", c_void_p),
-                ("num_threads", c_int32), ("reserved", c_int32)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("flags", c_uint32),
+        ("backend", c_char_p),
+        ("image_path", c_char_p),
+        ("workspace", c_void_p),
+        ("workspace_size", c_uint64),
+        ("alloc", c_void_p),
+        ("free", c_void_p),
+        ("alloc_context", c_void_p),
+        ("parallel_for", c_void_p),
+        ("parallel_context", c_void_p),
+        ("num_threads", c_int32),
+        ("reserved", c_int32),
+    ]
 
 
 def _tensors(names):
@@ -77,68 +129,135 @@ def _tensors(names):
 
 _LENGTHS = _tensors("q_lengths q_positions k_lengths k_positions")
 _PAGES = _tensors("page_table page_indptr page_indices")
-_CALL = [("dropout_seed", c_uint64), ("dropout_offset", c_uint64), ("batch", c_int64), ("max_seqlen_q", c_int64),
-         ("max_seqlen_k", c_int64), ("softmax_scale", c_float), ("softcap", c_float), ("dropout_p", c_float),
-         ("mask", c_int32), ("align", c_int32), ("window_left", c_int32), ("window_right", c_int32),
-         ("lse_base", c_int32)]
+_CALL = [
+    ("dropout_seed", c_uint64),
+    ("dropout_offset", c_uint64),
+    ("batch", c_int64),
+    ("max_seqlen_q", c_int64),
+    ("max_seqlen_k", c_int64),
+    ("softmax_scale", c_float),
+    ("softcap", c_float),
+    ("dropout_p", c_float),
+    ("mask", c_int32),
+    ("align", c_int32),
+    ("window_left", c_int32),
+    ("window_right", c_int32),
+    ("lse_base", c_int32),
+]
 
 
 class ingot_attn_fwd_params(Structure):
-    _fields_ = [("struct_size", c_uint32), ("varlen", c_uint32),
-                *_tensors("q k v out lse bias alibi sink q_descale k_descale v_descale"), *_LENGTHS, *_PAGES,
-                *_tensors("dropout_seed_ptr dropout_offset_ptr dropout_seed_out dropout_offset_out"), *_CALL]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("varlen", c_uint32),
+        *_tensors("q k v out lse bias alibi sink q_descale k_descale v_descale"),
+        *_LENGTHS,
+        *_PAGES,
+        *_tensors("dropout_seed_ptr dropout_offset_ptr dropout_seed_out dropout_offset_out"),
+        *_CALL,
+    ]
 
 
 class ingot_attn_bwd_params(Structure):
-    _fields_ = [("struct_size", c_uint32), ("varlen", c_uint32),
-                *_tensors("q k v out lse dout dq dk dv bias dbias alibi sink dsink"), *_LENGTHS,
-                *_tensors("dropout_seed_ptr dropout_offset_ptr"), *_CALL]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("varlen", c_uint32),
+        *_tensors("q k v out lse dout dq dk dv bias dbias alibi sink dsink"),
+        *_LENGTHS,
+        *_tensors("dropout_seed_ptr dropout_offset_ptr"),
+        *_CALL,
+    ]
 
 
 class ingot_attn_merge_params(Structure):
-    _fields_ = [("struct_size", c_uint32), ("lse_base", c_int32), ("out_parts", ingot_tensor * MERGE_PARTS),
-                ("lse_parts", ingot_tensor * MERGE_PARTS), *_tensors("out lse")]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("lse_base", c_int32),
+        ("out_parts", ingot_tensor * MERGE_PARTS),
+        ("lse_parts", ingot_tensor * MERGE_PARTS),
+        *_tensors("out lse"),
+    ]
 
 
 class ingot_kv_append_params(Structure):
-    _fields_ = [("struct_size", c_uint32), ("varlen", c_uint32),
-                *_tensors("k_new v_new k v k_descale v_descale new_lengths new_positions k_lengths"), *_PAGES,
-                ("batch", c_int64), ("max_seqlen_new", c_int64), ("max_seqlen_k", c_int64), ("lengths_after", c_int32),
-                ("reserved", c_int32)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("varlen", c_uint32),
+        *_tensors("k_new v_new k v k_descale v_descale new_lengths new_positions k_lengths"),
+        *_PAGES,
+        ("batch", c_int64),
+        ("max_seqlen_new", c_int64),
+        ("max_seqlen_k", c_int64),
+        ("lengths_after", c_int32),
+        ("reserved", c_int32),
+    ]
 
 
 class ingot_attn_dropout_mask_params(Structure):
-    _fields_ = [("struct_size", c_uint32), ("dropout_p", c_float),
-                *_tensors("mask dropout_seed_ptr dropout_offset_ptr"), ("dropout_seed", c_uint64),
-                ("dropout_offset", c_uint64), ("max_seqlen_q", c_int64), ("max_seqlen_k", c_int64)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("dropout_p", c_float),
+        *_tensors("mask dropout_seed_ptr dropout_offset_ptr"),
+        ("dropout_seed", c_uint64),
+        ("dropout_offset", c_uint64),
+        ("max_seqlen_q", c_int64),
+        ("max_seqlen_k", c_int64),
+    ]
 
 
 class ingot_implementation(Structure):
-    _fields_ = [("name", c_char_p), ("family", c_char_p), ("operator_name", c_char_p), ("arch", c_char_p),
-                ("digest", c_char_p), ("variant_count", c_int32), ("device_type", c_int32), ("available", c_int32),
-                ("reserved", c_int32)]
+    _fields_ = [
+        ("name", c_char_p),
+        ("family", c_char_p),
+        ("operator_name", c_char_p),
+        ("arch", c_char_p),
+        ("digest", c_char_p),
+        ("variant_count", c_int32),
+        ("device_type", c_int32),
+        ("available", c_int32),
+        ("reserved", c_int32),
+    ]
 
 
 class ingot_variant(Structure):
-    _fields_ = [("name", c_char_p), ("defines", c_char_p), ("kernels", POINTER(c_char_p)), ("spill_bytes", c_uint32),
-                ("reserved", c_uint32)]
+    _fields_ = [
+        ("name", c_char_p),
+        ("defines", c_char_p),
+        ("kernels", POINTER(c_char_p)),
+        ("spill_bytes", c_uint32),
+        ("reserved", c_uint32),
+    ]
 
 
-STRUCTS = (ingot_tensor, ingot_stream, ingot_options, ingot_attn_fwd_params, ingot_attn_bwd_params,
-           ingot_attn_merge_params, ingot_kv_append_params, ingot_attn_dropout_mask_params, ingot_implementation,
-           ingot_variant)
+STRUCTS = (
+    ingot_tensor,
+    ingot_stream,
+    ingot_options,
+    ingot_attn_fwd_params,
+    ingot_attn_bwd_params,
+    ingot_attn_merge_params,
+    ingot_kv_append_params,
+    ingot_attn_dropout_mask_params,
+    ingot_implementation,
+    ingot_variant,
+)
 PARAMS = {op: globals()[f"ingot_{op}_params"] for op in OPERATORS}
 
 
 # ---- the library ----
+
 
 def load(path):
     """The library at path, with its functions declared."""
     library = ctypes.CDLL(path)
     for op, params in PARAMS.items():
         head = [POINTER(params), ingot_stream, POINTER(ingot_options)]
-        for verb, tail in (("", []), ("_workspace", [POINTER(c_uint64)]), ("_prepare", []),
-                           ("_explain", [c_int32, c_char_p, c_size_t, POINTER(c_size_t)])):
+        for verb, tail in (
+            ("", []),
+            ("_workspace", [POINTER(c_uint64)]),
+            ("_prepare", []),
+            ("_explain", [c_int32, c_char_p, c_size_t, POINTER(c_size_t)]),
+        ):
             getattr(library, f"ingot_{op}{verb}").argtypes = head + tail
     for name in ("status_name", "status_text", "last_error", "version_string"):
         getattr(library, f"ingot_{name}").restype = c_char_p
@@ -182,11 +301,15 @@ def implementations(operator=None):
 
 def kernels(operator, family=None):
     """Names to force: the implementations of an operator that this machine's CPU can run."""
-    return [f"{x['family']}/{x['name']}" for x in implementations(operator)
-            if x["available"] and x["device_type"] == 0 and family in (None, x["family"])]
+    return [
+        f"{x['family']}/{x['name']}"
+        for x in implementations(operator)
+        if x["available"] and x["device_type"] == 0 and family in (None, x["family"])
+    ]
 
 
 # ---- arrays ----
+
 
 def _eight(name):
     """(exponent bits, mantissa bits, bias, whether FNUZ) of an 8-bit type."""
@@ -200,9 +323,9 @@ def _eight_table(name):
     e, m = code >> mbits, code & ((1 << mbits) - 1)
     x = np.where(e > 0, np.ldexp(m + (1 << mbits), e - bias - mbits), np.ldexp(m, 1 - bias - mbits)).astype(np.float64)
     if not fnuz and ebits == 5:
-        x[0x7c], x[0x7d:] = np.inf, np.nan
+        x[0x7C], x[0x7D:] = np.inf, np.nan
     if not fnuz and ebits == 4:
-        x[0x7f] = np.nan
+        x[0x7F] = np.nan
     both = np.concatenate([x, -x])
     if fnuz:
         both[0x80] = np.nan
@@ -285,6 +408,7 @@ def poison(bits):
 
 # ---- calls ----
 
+
 def make_params(op, **fields):
     params = PARAMS[op](struct_size=sizeof(PARAMS[op]))
     for name, value in fields.items():
@@ -331,6 +455,7 @@ def explain(op, params, options=None, stream=CPU, fmt=TEXT):
 def _verb(op):
     def run(options=None, stream=CPU, **fields):
         call(op, make_params(op, **fields), options, stream)
+
     run.__name__ = op
     return run
 

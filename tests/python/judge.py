@@ -1,4 +1,5 @@
 """When a result passes: the specification's section 9, and the calls whose results are judged."""
+
 from dataclasses import replace
 
 import attention_oracle as oracle
@@ -53,7 +54,9 @@ def check_values(name, got, want, yardstick, dtype, scale=None):
     own = own[np.isfinite(own)]
     allowed = 2 * own.max(initial=0) + a
     worst = int(off.argmax())
-    assert off[worst] <= allowed, f"{name}: {got[worst]!r} is off {want[worst]!r} by {off[worst]:.3g}; allowed {allowed:.3g}"
+    assert (
+        off[worst] <= allowed
+    ), f"{name}: {got[worst]!r} is off {want[worst]!r} by {off[worst]:.3g}; allowed {allowed:.3g}"
     norm, most = np.linalg.norm(off), 2 * np.linalg.norm(own) + a * np.sqrt(off.size)
     assert norm <= most, f"{name}: the error's norm is {norm:.3g}; allowed {most:.3g}"
 
@@ -83,6 +86,7 @@ def check_rounded(name, got, want, dtype, slack):
 
 
 # ---- forward ----
+
 
 class Forward:
     """One forward call on a case: results in place, memory checked."""
@@ -150,6 +154,7 @@ def check_forward(case, options=None, exact=False):
 
 # ---- backward ----
 
+
 class Backward:
     """The forward's results by the oracle, as arrays, and one backward call with them."""
 
@@ -161,8 +166,11 @@ class Backward:
         base = LOG2E if spec.base2 else 1.0
         dout_dtype = spec.dtype if rng.random() < 0.7 else str(rng.choice(FLOATS))
         out_dtype = "f32" if out_exact else spec.out
-        place = lambda values, dtype, any_last=False: case.place(values.shape, dtype, any_last).fill(
-            ingot.encode_bits(values, dtype)).freeze()
+        place = (
+            lambda values, dtype, any_last=False: case.place(values.shape, dtype, any_last)
+            .fill(ingot.encode_bits(values, dtype))
+            .freeze()
+        )
         lse_call = lse[0] if spec.q_side[0] else lse
         self.lse = place((lse_call.T if spec.th else lse_call) * base, "f32", True)
         dout = rng.standard_normal(case.out_shape)
@@ -183,8 +191,12 @@ class Backward:
         for name in absent:
             self.grads.pop(name, None)
         fields = {name: x for name, x in case.fields.items() if not name.endswith("_out")}
-        fields.update(out=self.out.array, lse=self.lse.array, dout=self.dout.array,
-                      **{name: x.freeze().array for name, x in self.grads.items()})
+        fields.update(
+            out=self.out.array,
+            lse=self.lse.array,
+            dout=self.dout.array,
+            **{name: x.freeze().array for name, x in self.grads.items()},
+        )
         self.params = ingot.make_params("attn_bwd", **fields)
         ingot.call("attn_bwd", self.params, options)
         self.check_memory()

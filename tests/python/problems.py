@@ -2,9 +2,10 @@
 
 A `Spec` says everything about a problem: its `repr` in a failing test is enough to run it again. `draw_spec` draws one
 from a source of choices (a seeded generator or hypothesis), `Case` makes arrays, the oracle's Problem and the call's
-fields of it. Memory is hostile: guard bands round every array, poison in every output, NaN or Inf in everything that the
+fields of it. Memory is hostile: guard bands round every array, poison in every output, NaN or Inf in all that the
 specification calls dead, odd strides and bases.
 """
+
 from dataclasses import dataclass, field, replace
 
 import attention_oracle as oracle
@@ -15,47 +16,57 @@ from ingot_ctypes import ARRAY, CUMULATIVE, IMPLIED, INDIVIDUAL, LAST_PAGE, MAX,
 ORACLE_DTYPE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 FLOATS = ("f32", "f16", "bf16")
 FULL_SIDE = (0, MAX, IMPLIED)
-SIDES = [(0, MAX, IMPLIED), (0, CUMULATIVE, IMPLIED), (0, INDIVIDUAL, IMPLIED), (1, MAX, IMPLIED), (1, CUMULATIVE, IMPLIED),
-         (1, INDIVIDUAL, IMPLIED), (1, CUMULATIVE, REUSE), (1, MAX, ARRAY), (1, CUMULATIVE, ARRAY), (1, INDIVIDUAL, ARRAY)]
+SIDES = [
+    (0, MAX, IMPLIED),
+    (0, CUMULATIVE, IMPLIED),
+    (0, INDIVIDUAL, IMPLIED),
+    (1, MAX, IMPLIED),
+    (1, CUMULATIVE, IMPLIED),
+    (1, INDIVIDUAL, IMPLIED),
+    (1, CUMULATIVE, REUSE),
+    (1, MAX, ARRAY),
+    (1, CUMULATIVE, ARRAY),
+    (1, INDIVIDUAL, ARRAY),
+]
 
 
 @dataclass(frozen=True)
 class Spec:
-    seed: int = 0                    # of the values
-    dtype: str = "f32"               # of q
-    kv: str = "f32"                  # of k and v
+    seed: int = 0  # of the values
+    dtype: str = "f32"  # of q
+    kv: str = "f32"  # of k and v
     out: str = "f32"
     batch: int = 1
     heads_k: int = 1
     group: int = 1
-    mq: int = 5                      # longest query sequence
-    mk: int = 7                      # longest key sequence
+    mq: int = 5  # longest query sequence
+    mk: int = 7  # longest key sequence
     d: int = 8
     dv: int = 8
-    mask: object = None              # None, "causal" or (left, right)
-    align: str = "top_left"          # or "bottom_right", "unset"
-    q_side: tuple = FULL_SIDE        # (stacked, length, position)
+    mask: object = None  # None, "causal" or (left, right)
+    align: str = "top_left"  # or "bottom_right", "unset"
+    q_side: tuple = FULL_SIDE  # (stacked, length, position)
     k_side: tuple = FULL_SIDE
-    pages: str = ""                  # "", "dense", "csr" (INDIVIDUAL) or "last" (CSR, LAST_PAGE)
+    pages: str = ""  # "", "dense", "csr" (INDIVIDUAL) or "last" (CSR, LAST_PAGE)
     page_size: int = 4
-    bad: bool = False                # lying length, position and page arrays
-    bias: str = ""                   # "", "own", "f32", "bool"
+    bad: bool = False  # lying length, position and page arrays
+    bias: str = ""  # "", "own", "f32", "bool"
     bias_axes: tuple = ("full",) * 4  # each "full", "one" (extent 1) or "zero" (stride 0)
-    bias_inf: float = 0.0            # share of -inf (false)
-    alibi: int = 0                   # 1: [Hq], 2: [B,Hq]
+    bias_inf: float = 0.0  # share of -inf (false)
+    alibi: int = 0  # 1: [Hq], 2: [B,Hq]
     softcap: float = 0.0
     sink: bool = False
     dropout: float = 0.0
     rng_seed: int = 0
     rng_offset: int = 0
-    cells: bool = False              # seed and offset through pointers, and asked back
+    cells: bool = False  # seed and offset through pointers, and asked back
     scale: float = 0.0
     base2: bool = False
-    th: bool = False                 # lse [T,Hq]
-    descale: tuple = ("", "", "")    # of q, k, v: "", "one", "hk" or (q only) "hq"
-    zero: str = ""                   # k and v: stride 0 over "batch" or "heads"
-    odd: int = 0                     # seed of the memory layouts; 0: compact
-    dirty: bool = False              # NaN and Inf in dead memory
+    th: bool = False  # lse [T,Hq]
+    descale: tuple = ("", "", "")  # of q, k, v: "", "one", "hk" or (q only) "hq"
+    zero: str = ""  # k and v: stride 0 over "batch" or "heads"
+    odd: int = 0  # seed of the memory layouts; 0: compact
+    dirty: bool = False  # NaN and Inf in dead memory
     amplitude: float = 1.0
 
     @property
@@ -84,6 +95,7 @@ class Drawn:
 
     def __init__(self, draw):
         from hypothesis import strategies
+
         self.draw, self.st = draw, strategies
 
     def of(self, options):
@@ -103,8 +115,15 @@ def draw_spec(s, dtypes=FLOATS, backward=False, largest=40, eight=True, head_dim
     if eight and not backward and s.chance(0.2):
         kind = s.of(ingot.EIGHTS)
         dtype = fields["dtype"] = s.of(["f16", "bf16", kind])
-        fields.update(kv=kind, out=s.of(FLOATS), descale=(s.of(["", "one", "hk", "hq"]) if dtype == kind else "",
-                                                          s.of(["", "one", "hk"]), s.of(["", "one", "hk"])))
+        fields.update(
+            kv=kind,
+            out=s.of(FLOATS),
+            descale=(
+                s.of(["", "one", "hk", "hq"]) if dtype == kind else "",
+                s.of(["", "one", "hk"]),
+                s.of(["", "one", "hk"]),
+            ),
+        )
     elif s.chance(0.2):
         fields["out"] = s.of(FLOATS)
     fields.update(batch=s.of([1, 2, 3, 2, 4, 0]), heads_k=s.of([1, 2, 1, 3]), group=s.of([1, 1, 2, 3, 5]))
@@ -129,8 +148,11 @@ def draw_spec(s, dtypes=FLOATS, backward=False, largest=40, eight=True, head_dim
     fields["align"] = s.of(["top_left", "bottom_right"])
     if s.chance(0.6):
         reach = fields["mk"] + 3
-        bound = lambda: UNBOUNDED if s.chance(0.3) else s.between(-reach, reach) if s.chance(0.9) else s.of(
-            [-2**31, 2**31 - 2, 0])
+        bound = lambda: (
+            UNBOUNDED
+            if s.chance(0.3)
+            else s.between(-reach, reach) if s.chance(0.9) else s.of([-(2**31), 2**31 - 2, 0])
+        )
         fields["mask"] = "causal" if s.chance(0.3) else (bound(), bound())
     fields["alibi"] = s.of([0, 0, 1, 2])
     if plain and not paged and fields["mq"] == fields["mk"] and s.chance(0.3):
@@ -145,8 +167,11 @@ def draw_spec(s, dtypes=FLOATS, backward=False, largest=40, eight=True, head_dim
         fields["softcap"] = s.of([0.5, 2.0, 30.0])
     fields["sink"] = s.chance(0.25)
     if s.chance(0.25):
-        fields.update(dropout=s.of([0.1, 0.5, 0.9, 1e-3]), rng_seed=s.of([0, 1, 2**32 + 5, 2**64 - 1, 42]),
-                      rng_offset=s.of([0, 3, 2**32 - 1, 2**40]))
+        fields.update(
+            dropout=s.of([0.1, 0.5, 0.9, 1e-3]),
+            rng_seed=s.of([0, 1, 2**32 + 5, 2**64 - 1, 42]),
+            rng_offset=s.of([0, 3, 2**32 - 1, 2**40]),
+        )
     fields["cells"] = s.chance(0.3)
     if s.chance(0.3):
         fields["scale"] = s.of([0.5, -0.3, 1.0, 0.07])
@@ -163,6 +188,7 @@ def draw_spec(s, dtypes=FLOATS, backward=False, largest=40, eight=True, head_dim
 
 
 # ---- memory ----
+
 
 class Placed:
     """An array inside a buffer whose every other element is poison."""
@@ -189,7 +215,7 @@ class Placed:
         self.before = None
 
     def _view(self, flat):
-        return np.lib.stride_tricks.as_strided(flat[self.base:], self.shape, [x * flat.itemsize for x in self.strides])
+        return np.lib.stride_tricks.as_strided(flat[self.base :], self.shape, [x * flat.itemsize for x in self.strides])
 
     def fill(self, bits):
         self.array.bits[...] = bits
@@ -211,10 +237,11 @@ class Placed:
 
 # ---- sides ----
 
+
 def wrong(rng, values, rows):
     """Some entries replaced by what no sane caller writes."""
     values = np.array(values, np.int64)
-    lies = np.array([-1, -7, -2**31, 2**31 - 1, 10**9, rows, rows + 1, rows // 2])
+    lies = np.array([-1, -7, -(2**31), 2**31 - 1, 10**9, rows, rows + 1, rows // 2])
     at = rng.random(values.shape) < 0.4
     return np.where(at, rng.choice(lies, values.shape), values)
 
@@ -228,6 +255,7 @@ def some_lengths(rng, batch, longest):
 @dataclass
 class Layout:
     """One side: rows of the storage and the int32 arrays that describe it."""
+
     rows: int
     lengths: np.ndarray | None = None
     positions: np.ndarray | None = None
@@ -273,8 +301,13 @@ class Case:
         self.inputs, self.fields = {}, {}
         self.q_layout = lay_out(rng, spec.q_side, spec.batch, spec.mq, spec.bad)
         self.mq, self.mk = spec.mq, spec.mk
-        problem = dict(softcap=float(np.float32(spec.softcap)), scale=float(np.float32(spec.scale)),
-                       sequences=spec.batch, q_side=self.q_layout.side, max_seqlen_q=spec.mq)
+        problem = dict(
+            softcap=float(np.float32(spec.softcap)),
+            scale=float(np.float32(spec.scale)),
+            sequences=spec.batch,
+            q_side=self.q_layout.side,
+            max_seqlen_q=spec.mq,
+        )
         shape_q = [1 if spec.q_side[0] else spec.batch, spec.heads_q, self.q_layout.rows, spec.d]
         problem["q"] = self.value("q", rng.standard_normal(shape_q) * spec.amplitude, spec.dtype)
         self.out_shape = shape_q[:3] + [spec.dv]
@@ -283,8 +316,11 @@ class Case:
         else:
             self.k_layout = lay_out(rng, spec.k_side, spec.batch, spec.mk, spec.bad)
             shape = [1 if spec.k_side[0] else spec.batch, spec.heads_k, self.k_layout.rows]
-            problem.update(k_side=self.k_layout.side, k=self.value("k", self.keys(shape + [spec.d]), spec.kv),
-                           v=self.value("v", self.keys(shape + [spec.dv]), spec.kv))
+            problem.update(
+                k_side=self.k_layout.side,
+                k=self.value("k", self.keys(shape + [spec.d]), spec.kv),
+                v=self.value("v", self.keys(shape + [spec.dv]), spec.kv),
+            )
             problem["max_seqlen_k"] = spec.mk
         for letter, layout in (("q", self.q_layout), ("k", self.k_layout)):
             if layout.lengths is not None:
@@ -317,7 +353,8 @@ class Case:
                 strides = list(bits.strides)
                 strides[axis] = 0
                 placed.array = self.fields[name] = ingot.Array(
-                    np.lib.stride_tricks.as_strided(bits, bits.shape, strides), dtype)
+                    np.lib.stride_tricks.as_strided(bits, bits.shape, strides), dtype
+                )
         return placed.array.values
 
     def keys(self, shape):
@@ -346,9 +383,9 @@ class Case:
         for b in range(spec.batch):
             spare = int(rng.integers(0, 2)) if spec.pages == "csr" else 0
             take = most if not csr else used[b] + spare
-            one = np.array(physical[at:at + take].tolist() + [0] * take, np.int64)[:take]
+            one = np.array(physical[at : at + take].tolist() + [0] * take, np.int64)[:take]
             at += used[b]
-            one[used[b]:] = rng.choice([0x7FFFFFF0, -7, 3], take - used[b])  # never read
+            one[used[b] :] = rng.choice([0x7FFFFFF0, -7, 3], take - used[b])  # never read
             lists.append(one)
         given = lengths
         if spec.pages == "last":
@@ -374,15 +411,21 @@ class Case:
             lists = []
             for b in range(spec.batch):
                 first = min(max(int(indptr[b]), 0), len(indices))
-                lists.append(indices[first:min(max(int(indptr[b + 1]), first), len(indices))])
-            given = np.array([(len(x) - 1) * size + n if len(x) else 0 for x, n in zip(lists, given)], np.int64) \
-                if spec.pages == "last" else given
+                lists.append(indices[first : min(max(int(indptr[b + 1]), first), len(indices))])
+            given = (
+                np.array([(len(x) - 1) * size + n if len(x) else 0 for x, n in zip(lists, given)], np.int64)
+                if spec.pages == "last"
+                else given
+            )
             given = np.array([min(max(int(n), 0), len(x) * size, self.mk) for x, n in zip(lists, given)], np.int64)
             widest = max([len(x) for x in lists], default=0)
-            table = np.array([x.tolist() + [0] * (widest - len(x)) for x in lists], np.int64).reshape(spec.batch, widest)
+            table = np.array([x.tolist() + [0] * (widest - len(x)) for x in lists], np.int64).reshape(
+                spec.batch, widest
+            )
         self.k_layout = Layout(0)
-        return dict(k=k, v=v, page_table=table, max_seqlen_k=self.mk,
-                    k_side=oracle.Side(False, INDIVIDUAL, IMPLIED, given))
+        return dict(
+            k=k, v=v, page_table=table, max_seqlen_k=self.mk, k_side=oracle.Side(False, INDIVIDUAL, IMPLIED, given)
+        )
 
     # -- bias, slopes, sinks, factors
 
@@ -406,7 +449,7 @@ class Case:
             self.bias_small = placed.array.bits if dtype == "bool" else placed.array.values
             found["bias"] = np.broadcast_to(self.bias_small, shape) if dtype == "bool" else self.fields["bias"].values
         if spec.alibi:
-            found["alibi"] = self.value("alibi", rng.random([spec.batch, spec.heads_q][2 - spec.alibi:]) * 0.5, "f32")
+            found["alibi"] = self.value("alibi", rng.random([spec.batch, spec.heads_q][2 - spec.alibi :]) * 0.5, "f32")
         if spec.sink:
             found["sink"] = self.value("sink", rng.standard_normal(spec.heads_q), "f32")
         for letter, kind in zip("qkv", spec.descale):
@@ -417,8 +460,11 @@ class Case:
             found["window"] = (UNBOUNDED, 0) if spec.mask == "causal" else spec.mask
         found["align"] = "bottom_right" if spec.align == "bottom_right" else "top_left"
         if spec.dropout:
-            found.update(dropout_p=float(np.float32(spec.dropout)), seed=spec.rng_seed,
-                         offset=spec.rng_offset + (5 if spec.cells else 0) & 2**64 - 1)
+            found.update(
+                dropout_p=float(np.float32(spec.dropout)),
+                seed=spec.rng_seed,
+                offset=spec.rng_offset + (5 if spec.cells else 0) & 2**64 - 1,
+            )
         return found
 
     def place_call(self):
@@ -455,11 +501,20 @@ class Case:
         bias_used = None
         if spec.bias:
             bias_used = np.zeros(self.bias_small.shape, bool)
-        bare = replace(p, bias=None, q=np.zeros(p.q.shape), k=np.zeros(p.k.shape), v=np.zeros(p.v.shape),
-                       softcap=0.0, alibi=None, sink=None, dropout_p=0.0)
+        bare = replace(
+            p,
+            bias=None,
+            q=np.zeros(p.q.shape),
+            k=np.zeros(p.k.shape),
+            v=np.zeros(p.v.shape),
+            softcap=0.0,
+            alibi=None,
+            sink=None,
+            dropout_p=0.0,
+        )
         for b in range(spec.batch):
             qb, start, n = self.sequences[b]
-            q_used[qb, :, start:start + n] = True
+            q_used[qb, :, start : start + n] = True
             for h in range(spec.heads_q):
                 valid = oracle._scores(bare, b, h)["valid"] if h == 0 else valid
                 seen = np.flatnonzero(valid.any(0))
@@ -478,7 +533,7 @@ class Case:
                         valid_b = valid
                     if one.shape[1] == 1:
                         valid_b = valid_b.any(1, keepdims=True)
-                    one[:valid_b.shape[0], :valid_b.shape[1]] |= valid_b
+                    one[: valid_b.shape[0], : valid_b.shape[1]] |= valid_b
         if spec.zero and not spec.pages:
             axis = {"batch": 0, "heads": 1}[spec.zero]
             k_used[...] = k_used.any(axis, keepdims=True)
@@ -492,7 +547,9 @@ class Case:
             setattr(p, name, self.fields[name].values)
         if spec.bias and spec.bias != "bool":
             bits = self.inputs["bias"].array.bits
-            bits[~bias_used] = ingot.encode_bits(np.array(rng.choice([np.nan, np.inf, -np.inf])), self.fields["bias"].dtype)
+            bits[~bias_used] = ingot.encode_bits(
+                np.array(rng.choice([np.nan, np.inf, -np.inf])), self.fields["bias"].dtype
+            )
             p.bias = self.fields["bias"].values
         elif spec.bias:
             self.inputs["bias"].array.bits[~bias_used] = True
@@ -503,14 +560,14 @@ class Case:
         """(rows that exactly one sequence owns, rows that none owns) as masks of [slots, rows]."""
         owners = np.zeros((self.out_shape[0], self.out_shape[2]), int)
         for qb, start, n in self.sequences:
-            owners[qb, start:start + n] += 1
+            owners[qb, start : start + n] += 1
         return owners == 1, owners == 0
 
     def key_rows(self):
         owners = np.zeros((self.problem.k.shape[0], self.problem.k.shape[2]), int)
         for b in range(self.spec.batch):
             start, n = self.problem.k_side.locate(b, self.problem.k.shape[2])
-            owners[0 if self.spec.k_side[0] else b, start:start + n] += 1
+            owners[0 if self.spec.k_side[0] else b, start : start + n] += 1
         return owners
 
     def lse_shape(self):
@@ -537,12 +594,25 @@ class Case:
             lengths[b] = p.kv(b, p.k).shape[1]
             for to, x, factor in ((k, p.k, p.k_descale), (v, p.v, p.v_descale)):
                 for h in range(spec.heads_k):
-                    to[b, h, :lengths[b]] = bf16(p.kv(b, x)[h] * oracle._head(factor, b, h))
+                    to[b, h, : lengths[b]] = bf16(p.kv(b, x)[h] * oracle._head(factor, b, h))
             if spec.dtype in ingot.EIGHTS:
                 qb, start, n = self.sequences[b]
                 by_key = spec.group if spec.descale[0] == "hk" and spec.group > 1 else 1
                 for h in range(spec.heads_q):
-                    at = np.s_[qb, h, start:start + n]
+                    at = np.s_[qb, h, start : start + n]
                     q[at] = bf16(p.q[at] * oracle._head(p.q_descale, b, h, by_key))
-        return replace(p, q=q, k=k, v=v, q_descale=1.0, k_descale=1.0, v_descale=1.0, page_table=None,
-                       k_side=oracle.Side(False, INDIVIDUAL, IMPLIED, lengths), max_seqlen_k=self.mk), "bfloat16"
+        return (
+            replace(
+                p,
+                q=q,
+                k=k,
+                v=v,
+                q_descale=1.0,
+                k_descale=1.0,
+                v_descale=1.0,
+                page_table=None,
+                k_side=oracle.Side(False, INDIVIDUAL, IMPLIED, lengths),
+                max_seqlen_k=self.mk,
+            ),
+            "bfloat16",
+        )

@@ -1,4 +1,5 @@
-"""The dropout mask: bit-equal to the oracle's Philox, whatever the shapes and however seed and offset come (DR-01, DR-03)."""
+"""The dropout mask: bit-equal to the oracle's Philox, whatever the shapes, however seed and offset come (DR-01, DR-03)."""
+
 import attention_oracle as oracle
 import ingot_ctypes as ingot
 import numpy as np
@@ -10,15 +11,27 @@ from problems import Placed
 
 def mask_of(shape, p, seed=0, offset=0, backend=None, array=None, **fields):
     mask = array or ingot.empty(shape, "bool")
-    ingot.attn_dropout_mask(options=dict(backend=backend) if backend else None, mask=mask, dropout_p=p, dropout_seed=seed,
-                            dropout_offset=offset, **fields)
+    ingot.attn_dropout_mask(
+        options=dict(backend=backend) if backend else None,
+        mask=mask,
+        dropout_p=p,
+        dropout_seed=seed,
+        dropout_offset=offset,
+        **fields
+    )
     return mask.bits.view(np.uint8)
 
 
 def wanted(shape, p, seed, offset, mq=0, mk=0):
     b, h, sq, sk = shape
-    problem = oracle.Problem(np.zeros((b, h, mq or sq, 1)), np.zeros((b, h, mk or sk, 1)), np.zeros((b, h, mk or sk, 1)),
-                             dropout_p=float(np.float32(p)), seed=seed, offset=offset)
+    problem = oracle.Problem(
+        np.zeros((b, h, mq or sq, 1)),
+        np.zeros((b, h, mk or sk, 1)),
+        np.zeros((b, h, mk or sk, 1)),
+        dropout_p=float(np.float32(p)),
+        seed=seed,
+        offset=offset,
+    )
     return np.array([[oracle.keep_mask(problem, i, j, sq, sk) for j in range(h)] for i in range(b)]).reshape(shape)
 
 
@@ -28,16 +41,25 @@ words = st.one_of(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 -
 @pytest.mark.parametrize("backend", ingot.kernels("attn_dropout_mask"))
 def test_bit_equal_to_the_oracle(backend):
     @settings(max_examples=80)
-    @given(shape=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 20), st.integers(0, 40)),
-           p=st.floats(0, 1, exclude_max=True, width=32), seed=words, offset=words, more=st.tuples(*[st.integers(0, 3)] * 2),
-           odd=st.integers(0, 1000))
+    @given(
+        shape=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 20), st.integers(0, 40)),
+        p=st.floats(0, 1, exclude_max=True, width=32),
+        seed=words,
+        offset=words,
+        more=st.tuples(*[st.integers(0, 3)] * 2),
+        odd=st.integers(0, 1000),
+    )
     def run(shape, p, seed, offset, more, odd):
         placed = Placed(shape, "bool", np.random.default_rng(odd)).freeze()
-        maxima = {"max_seqlen_q": shape[2] + more[0] if more[0] else 0, "max_seqlen_k": shape[3] + more[1] if more[1] else 0}
+        maxima = {
+            "max_seqlen_q": shape[2] + more[0] if more[0] else 0,
+            "max_seqlen_k": shape[3] + more[1] if more[1] else 0,
+        }
         got = mask_of(shape, p, seed, offset, backend, placed.array, **maxima)
         want = wanted(shape, p, seed, offset, maxima["max_seqlen_q"], maxima["max_seqlen_k"])
         assert placed.untouched(np.ones(shape, bool))
         assert np.array_equal(got, want)
+
     run()
 
 
@@ -62,7 +84,7 @@ def test_every_lane_is_random(keys):
     mask = mask_of((2, 3, 64, keys), 0.5, 2024).astype(bool)
     for lane in range(4):
         assert abs(mask[..., lane::4].mean() - 0.5) < 0.004
-    quads = mask[..., :keys // 4 * 4].reshape(2, 3, 64, -1, 4)
+    quads = mask[..., : keys // 4 * 4].reshape(2, 3, 64, -1, 4)
     alike = (quads.all(-1) | ~quads.any(-1)).mean()
     assert abs(alike - 0.125) < 0.003
     for agree in (mask[:, :, 1:] == mask[:, :, :-1], mask[:, 1:] == mask[:, :-1], mask[1:] == mask[:-1]):

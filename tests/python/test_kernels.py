@@ -1,4 +1,5 @@
 """Every kernel that this machine can run, forced by name, and the library's own choice, against the oracle."""
+
 from dataclasses import replace
 
 import ingot_ctypes as ingot
@@ -20,7 +21,9 @@ def fit(spec, backend):
     """The problem as a kernel takes it: what is left out here is all that a kernel may refuse."""
     eight = spec.kv in ingot.EIGHTS
     if backend.endswith("_bf16") or "_bf16_" in backend:
-        spec = replace(spec, dtype="bf16", kv=spec.kv if eight else "bf16", out="bf16" if spec.out == spec.dtype else spec.out)
+        spec = replace(
+            spec, dtype="bf16", kv=spec.kv if eight else "bf16", out="bf16" if spec.out == spec.dtype else spec.out
+        )
     if backend.endswith("_decode"):
         spec = replace(spec, mq=min(spec.mq, 64 // spec.group), dropout=0.0, cells=False)
         if spec.dtype in ingot.EIGHTS:
@@ -71,7 +74,9 @@ def test_large_head_dims(op, backend):
     pairs = [(576, 512), (512, 512), (256, 80), (129, 511), (200, 256)]
     for i, (spec, options) in enumerate(specs(op, backend, 5)):
         d, dv = pairs[i]
-        spec = replace(spec, d=d, dv=dv, group=min(spec.group, 2), heads_k=1, batch=min(spec.batch, 2), mq=min(spec.mq, 20))
+        spec = replace(
+            spec, d=d, dv=dv, group=min(spec.group, 2), heads_k=1, batch=min(spec.batch, 2), mq=min(spec.mq, 20)
+        )
         if spec.align == "unset":
             spec = replace(spec, align="top_left")
         judged(op, fit(spec, backend), options)
@@ -82,14 +87,16 @@ def test_result_does_not_depend_on_threads(op, backend):
     """Deterministic: bitwise equal for any number of threads."""
     for spec, options in specs(op, backend, 4, largest=150, eight=False):
         spec = replace(spec, bad=False)
-        found = [RUNS[op](Case(spec), {**options, "flags": ingot.DETERMINISTIC, "num_threads": n}).bits()
-                 for n in (1, 2, 3, 7, 64)]
+        found = [
+            RUNS[op](Case(spec), {**options, "flags": ingot.DETERMINISTIC, "num_threads": n}).bits()
+            for n in (1, 2, 3, 7, 64)
+        ]
         assert all(x == found[0] for x in found), f"{options}\n{spec}"
 
 
 @pytest.mark.parametrize("op, backend", EVERY)
 def test_workspace_is_exact_and_may_hold_anything(op, backend):
-    """HD-01: a workspace full of 0, NaN or 1e30 changes nothing; what the call says it needs is enough; one byte less is
+    """HD-01: a workspace full of 0, NaN or 1e30 changes nothing; what the call says it needs is enough; a byte less is
     refused, with nothing written."""
     for spec, options in specs(op, backend, 4, largest=100, head_dims=[40, 72, 88, 104, 120]):
         spec, options["flags"] = replace(spec, bad=False), ingot.DETERMINISTIC
@@ -99,11 +106,11 @@ def test_workspace_is_exact_and_may_hold_anything(op, backend):
         at = -memory.ctypes.data % 256
         found = []
         for fill in (0.0, np.nan, 1e30):
-            memory[:len(memory) // 4 * 4].view(np.float32)[...] = fill
-            memory[at + size:] = 0x5A
+            memory[: len(memory) // 4 * 4].view(np.float32)[...] = fill
+            memory[at + size :] = 0x5A
             given = dict(options, workspace=memory.ctypes.data + at, workspace_size=size) if size else options
             found.append(RUNS[op](Case(spec), given).bits())
-            assert (memory[at + size:] == 0x5A).all(), "wrote past the workspace"
+            assert (memory[at + size :] == 0x5A).all(), "wrote past the workspace"
         assert found[0] == found[1] == found[2], f"{options}\n{spec}"
         if size:
             with pytest.raises(ingot.Refused, match="workspace") as refused:
@@ -119,19 +126,30 @@ def test_batch_invariant(backend):
         dtype = "bf16" if "_bf16" in backend else s.of(["f32", "f16", "bf16"])
         b, hq, hk, sq, sk, d = s.of([2, 5, 8]), 8, s.of([1, 2, 8]), s.of([1, 3, 8]), s.between(1, 900), s.of([64, 128])
         lengths = s.rng.integers(0, sk + 1, b)
-        q, k, v = (ingot.encode(s.rng.standard_normal(x), dtype) for x in ((b, hq, sq, d), (b, hk, sk, d), (b, hk, sk, d)))
+        q, k, v = (
+            ingot.encode(s.rng.standard_normal(x), dtype) for x in ((b, hq, sq, d), (b, hk, sk, d), (b, hk, sk, d))
+        )
         options = dict(flags=ingot.BATCH_INVARIANT, **(dict(backend=backend) if backend else {}))
 
         def run(at):
             cut = lambda x: ingot.Array(x.bits[at], dtype)
             out = ingot.empty((len(range(b)[at]), hq, sq, d), dtype)
-            ingot.attn_fwd(options=options, q=cut(q), k=cut(k), v=cut(v), out=out, varlen=ingot.varlen(k=(0, 2, 0)),
-                           k_lengths=ingot.ints(lengths[at]), mask=ingot.MASK_CAUSAL, align=ingot.BOTTOM_RIGHT)
+            ingot.attn_fwd(
+                options=options,
+                q=cut(q),
+                k=cut(k),
+                v=cut(v),
+                out=out,
+                varlen=ingot.varlen(k=(0, 2, 0)),
+                k_lengths=ingot.ints(lengths[at]),
+                mask=ingot.MASK_CAUSAL,
+                align=ingot.BOTTOM_RIGHT,
+            )
             return out.bits.view(np.uint32 if dtype == "f32" else np.uint16)
 
         whole = run(slice(None))
         for one in range(b):
-            assert np.array_equal(whole[one:one + 1], run(slice(one, one + 1))), (backend, dtype, lengths, one)
+            assert np.array_equal(whole[one : one + 1], run(slice(one, one + 1))), (backend, dtype, lengths, one)
 
 
 def test_choice_names_are_forced_exactly():

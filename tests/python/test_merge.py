@@ -1,4 +1,5 @@
-"""Merging partial results: the oracle's weights by exp(lse), in every layout and type, and attention over split keys."""
+"""Merging partial results: the oracle's weights by exp(lse), in every layout and type; attention over split keys."""
+
 import attention_oracle as oracle
 import ingot_ctypes as ingot
 import judge
@@ -14,10 +15,19 @@ BACKENDS = ingot.kernels("attn_merge")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_merge(backend):
     @settings(max_examples=120)
-    @given(shape=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9), st.sampled_from([1, 3, 16, 40, 512])),
-           parts=st.integers(0, 8), stacked=st.booleans(), dtype=st.sampled_from(FLOATS), out=st.sampled_from(FLOATS),
-           base2=st.booleans(), empty=st.sampled_from([0.0, 0.3, 1.0]), want_lse=st.booleans(), in_place=st.booleans(),
-           spread=st.sampled_from([1.0, 50.0, 1e4]), seed=st.integers(0, 2**32))
+    @given(
+        shape=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9), st.sampled_from([1, 3, 16, 40, 512])),
+        parts=st.integers(0, 8),
+        stacked=st.booleans(),
+        dtype=st.sampled_from(FLOATS),
+        out=st.sampled_from(FLOATS),
+        base2=st.booleans(),
+        empty=st.sampled_from([0.0, 0.3, 1.0]),
+        want_lse=st.booleans(),
+        in_place=st.booleans(),
+        spread=st.sampled_from([1.0, 50.0, 1e4]),
+        seed=st.integers(0, 2**32),
+    )
     def run(shape, parts, stacked, dtype, out, base2, empty, want_lse, in_place, spread, seed):
         parts, rng = (parts if stacked else max(parts, 1)), np.random.default_rng(seed)
         base = judge.LOG2E if base2 else 1.0
@@ -59,12 +69,15 @@ def test_merge(backend):
         judge.check_values("out", fields["out"].values, want, yardstick, judge.coarser(dtype, out), scale)
         if want_lse:
             judge.check_lse(fields["lse"].values / base, want_lse_values, want_lse_values.astype(np.float32))
+
     run()
 
 
 def attend(q, k, v, out, dtype="bf16", **fields):
     lse = ingot.empty(q.shape[:3], "f32")
-    ingot.attn_fwd(q=ingot.encode(q, dtype), k=ingot.encode(k, dtype), v=ingot.encode(v, dtype), out=out, lse=lse, **fields)
+    ingot.attn_fwd(
+        q=ingot.encode(q, dtype), k=ingot.encode(k, dtype), v=ingot.encode(v, dtype), out=out, lse=lse, **fields
+    )
     return out, lse
 
 
@@ -77,8 +90,10 @@ def test_many_small_parts(rng, dtype, partial):
     e = np.exp(s - s.max(-1, keepdims=True))
     want = e / e.sum(-1, keepdims=True) @ v.astype(np.float64)
     whole = attend(q, k, v, ingot.empty(shape_q, "f32"), dtype)[0].values
-    parts = [attend(q, k[:, :, at:at + 128], v[:, :, at:at + 128], ingot.empty(shape_q, partial), dtype)
-             for at in range(0, 8192, 128)]
+    parts = [
+        attend(q, k[:, :, at : at + 128], v[:, :, at : at + 128], ingot.empty(shape_q, partial), dtype)
+        for at in range(0, 8192, 128)
+    ]
 
     def join(*some):
         out, lse = ingot.empty(shape_q, partial), ingot.empty(shape_q[:3], "f32")
@@ -90,7 +105,7 @@ def test_many_small_parts(rng, dtype, partial):
         ring = join(ring, one)
     tree = parts
     while len(tree) > 1:
-        tree = [join(*tree[i:i + 2]) for i in range(0, len(tree), 2)]
+        tree = [join(*tree[i : i + 2]) for i in range(0, len(tree), 2)]
     error = lambda x: np.abs(x - want).max()
     allowed = 2 * error(whole) + 1e-6
     found = error(ring[0].values), error(tree[0][0].values)

@@ -1,4 +1,5 @@
 """The library's reference kernels against the oracle, over everything the specification knows."""
+
 import judge
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ def test_forward(backend, exact):
     @given(forward_specs)
     def run(spec):
         judge.check_forward(Case(spec), dict(backend=backend), exact)
+
     run()
 
 
@@ -26,4 +28,5 @@ def test_backward(backend, exact):
     @given(backward_specs)
     def run(spec):
         judge.check_backward(Case(spec), dict(backend=backend), exact)
+
     run()

@@ -1,4 +1,5 @@
 """The conversions that the tests themselves rely on."""
+
 import ingot_ctypes as ingot
 import numpy as np
 import pytest
@@ -31,11 +32,18 @@ def test_eight_bit_rounding(dtype):
 
 
 def test_known_values():
-    known = {"e4m3": {0x7E: 448, 0x01: 2**-9, 0xC0: -2}, "e5m2": {0x7B: 57344, 0x7C: np.inf, 0x01: 2**-16},
-             "e4m3fnuz": {0x7F: 240, 0x01: 2**-10, 0x40: 1}, "e5m2fnuz": {0x7F: 57344, 0x01: 2**-17, 0x40: 1}}
+    known = {
+        "e4m3": {0x7E: 448, 0x01: 2**-9, 0xC0: -2},
+        "e5m2": {0x7B: 57344, 0x7C: np.inf, 0x01: 2**-16},
+        "e4m3fnuz": {0x7F: 240, 0x01: 2**-10, 0x40: 1},
+        "e5m2fnuz": {0x7F: 57344, 0x01: 2**-17, 0x40: 1},
+    }
     for dtype, codes in known.items():
         for code, value in codes.items():
             assert ingot.EIGHT_TABLES[dtype][code] == value, (dtype, hex(code))
     assert np.isnan(ingot.EIGHT_TABLES["e4m3"][[0x7F, 0xFF]]).all()
     assert np.isnan(ingot.EIGHT_TABLES["e4m3fnuz"][0x80]) and np.isnan(ingot.EIGHT_TABLES["e5m2fnuz"][0x80])
-    assert ingot.encode_bits(np.float32(1 + 2**-8), "bf16") == 0x3F80 and ingot.encode_bits(np.float32(1 + 3 * 2**-8), "bf16") == 0x3F82
+    assert (
+        ingot.encode_bits(np.float32(1 + 2**-8), "bf16") == 0x3F80
+        and ingot.encode_bits(np.float32(1 + 3 * 2**-8), "bf16") == 0x3F82
+    )

@@ -6,6 +6,7 @@ already hold the exact values of the storage type (see `round_to`). Needs numpy 
     out, lse = forward(Problem(q=..., k=..., v=..., window=(UNBOUNDED, 0), align="bottom_right"))
     grads = backward(problem, dout)
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -13,19 +14,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 UNBOUNDED = 2**31 - 1
-MAX, CUMULATIVE, INDIVIDUAL, LAST_PAGE = 0, 1, 2, 3      # length axis
-IMPLIED, REUSE, ARRAY = 0, 1, 2                  # position axis
+MAX, CUMULATIVE, INDIVIDUAL, LAST_PAGE = 0, 1, 2, 3  # length axis
+IMPLIED, REUSE, ARRAY = 0, 1, 2  # position axis
 
 
 @dataclass
 class Side:
     """One side of the variable-length description (spec section 4)."""
+
     stacked: bool = False
     length: int = MAX
     position: int = IMPLIED
-    lengths: np.ndarray | None = None            # [N+1] cumulative or [N] individual, int32
-    positions: np.ndarray | None = None          # [N] or [N+1] starts, int32
-    max_seqlen: int = 0                          # used when stacked
+    lengths: np.ndarray | None = None  # [N+1] cumulative or [N] individual, int32
+    positions: np.ndarray | None = None  # [N] or [N+1] starts, int32
+    max_seqlen: int = 0  # used when stacked
 
     def locate(self, b: int, capacity: int) -> tuple[int, int]:
         """(start row, row count) of sequence b along the token axis of its storage, clamped into it."""
@@ -49,27 +51,28 @@ class Side:
 @dataclass
 class Problem:
     """q [B,Hq,Sq,D], k [B,Hk,Sk,D], v [B,Hk,Sk,Dv]; stacked sides are [1,H,T,*]. Paged K/V: [pages,page_size,Hk,*]."""
+
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    scale: float = 0.0                           # 0: 1/sqrt(D)
+    scale: float = 0.0  # 0: 1/sqrt(D)
     softcap: float = 0.0
-    window: tuple[int, int] | None = None        # (left, right), None: no mask
-    align: str = "top_left"                      # or "bottom_right"
-    bias: np.ndarray | None = None               # broadcastable to [N,Hq,max Sq,max Sk]
-    alibi: np.ndarray | None = None              # [Hq]
-    sink: np.ndarray | None = None               # [Hq], natural log
+    window: tuple[int, int] | None = None  # (left, right), None: no mask
+    align: str = "top_left"  # or "bottom_right"
+    bias: np.ndarray | None = None  # broadcastable to [N,Hq,max Sq,max Sk]
+    alibi: np.ndarray | None = None  # [Hq]
+    sink: np.ndarray | None = None  # [Hq], natural log
     q_side: Side = field(default_factory=Side)
     k_side: Side = field(default_factory=Side)
-    sequences: int | None = None                 # N, needed when stacked
-    page_table: np.ndarray | None = None         # [N, max_pages] int32 (dense); or CSR:
-    page_indptr: np.ndarray | None = None        # [N+1]
-    page_indices: np.ndarray | None = None       # [nnz]
+    sequences: int | None = None  # N, needed when stacked
+    page_table: np.ndarray | None = None  # [N, max_pages] int32 (dense); or CSR:
+    page_indptr: np.ndarray | None = None  # [N+1]
+    page_indices: np.ndarray | None = None  # [nnz]
     dropout_p: float = 0.0
     seed: int = 0
     offset: int = 0
-    max_seqlen_q: int = 0                        # 0: from the storage
-    max_seqlen_k: int = 0                        # mandatory with CSR pages
+    max_seqlen_q: int = 0  # 0: from the storage
+    max_seqlen_k: int = 0  # mandatory with CSR pages
     q_descale: float | np.ndarray = 1.0
     k_descale: float | np.ndarray = 1.0
     v_descale: float | np.ndarray = 1.0
@@ -101,8 +104,11 @@ class Problem:
         """[Hk, len, d] of sequence b."""
         if self.paged:
             size = x.shape[1]
-            pages = (self.page_table[b] if self.page_table is not None
-                     else self.page_indices[self.page_indptr[b]:self.page_indptr[b + 1]])
+            pages = (
+                self.page_table[b]
+                if self.page_table is not None
+                else self.page_indices[self.page_indptr[b] : self.page_indptr[b + 1]]
+            )
             n = int(self.k_side.lengths[b])
             if self.k_side.length == LAST_PAGE:
                 n = (len(pages) - 1) * size + n if len(pages) else 0
@@ -110,19 +116,27 @@ class Problem:
             rows = [x[min(max(int(pages[j // size]), 0), x.shape[0] - 1), j % size] for j in range(n)]
             return np.stack(rows, 1) if rows else np.zeros((x.shape[2], 0, x.shape[3]))
         start, n = self.k_side.locate(b, x.shape[2])
-        return x[0 if self.k_side.stacked else b, :, start:start + n]
+        return x[0 if self.k_side.stacked else b, :, start : start + n]
 
 
 def philox4x32_10(offset: int, index: np.ndarray, seed: int) -> np.ndarray:
-    """Philox4x32, 10 rounds: counter (offset low, offset high, index low, index high), key = seed -> uint32 [..., 4]."""
-    c = [np.full_like(index, offset & 0xFFFFFFFF), np.full_like(index, (offset >> 32) & 0xFFFFFFFF),
-         index & np.uint64(0xFFFFFFFF), index >> np.uint64(32)]
+    """Philox4x32, 10 rounds: counter (offset low, offset high, index low, index high), key seed -> uint32 [..., 4]."""
+    c = [
+        np.full_like(index, offset & 0xFFFFFFFF),
+        np.full_like(index, (offset >> 32) & 0xFFFFFFFF),
+        index & np.uint64(0xFFFFFFFF),
+        index >> np.uint64(32),
+    ]
     k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     m0, m1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
     for _ in range(10):
         p0, p1 = m0 * c[0], m1 * c[2]
-        c = [(p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k0), p1 & np.uint64(0xFFFFFFFF),
-             (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k1), p0 & np.uint64(0xFFFFFFFF)]
+        c = [
+            (p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k0),
+            p1 & np.uint64(0xFFFFFFFF),
+            (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k1),
+            p0 & np.uint64(0xFFFFFFFF),
+        ]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return np.stack(c, -1).astype(np.uint32)
 
@@ -151,7 +165,7 @@ def _scores(p: Problem, b: int, h: int):
     group = p.q.shape[1] // p.k.shape[2 if p.paged else 1]
     hk = h // group
     qb, start, n = p.q_rows(b)
-    q = p.q[qb, h, start:start + n].astype(np.float64)
+    q = p.q[qb, h, start : start + n].astype(np.float64)
     k, v = (p.kv(b, x)[hk].astype(np.float64) for x in (p.k, p.v))
     m = k.shape[0]
     scale = p.scale or 1.0 / np.sqrt(p.q.shape[3])
@@ -176,7 +190,7 @@ def _scores(p: Problem, b: int, h: int):
         bias = bias.astype(np.float64)
         valid &= ~np.isneginf(bias)
     raw = np.zeros((n, m))
-    for r in range(n):                            # a masked pair takes no part at all: never 0 * NaN
+    for r in range(n):  # a masked pair takes no part at all: never 0 * NaN
         raw[r, valid[r]] = scale * (k[valid[r]] @ q[r])
     s, slope = raw, np.ones((n, m))
     if p.softcap > 0:
@@ -200,8 +214,21 @@ def _scores(p: Problem, b: int, h: int):
     if np.isnan(sink) or sink == np.inf:
         prob, lse = np.full_like(prob, np.nan), np.full_like(lse, np.nan)
     keep = keep_mask(p, b, h, n, m) / (1 - p.dropout_p) if p.dropout_p > 0 else np.ones((n, m))
-    return dict(q=q, k=k, v=v, valid=valid, scale=scale, slope=slope, added=added, prob=prob, keep=keep, lse=lse,
-                sink_prob=sink_prob, hk=hk, at=(qb, start, n))
+    return dict(
+        q=q,
+        k=k,
+        v=v,
+        valid=valid,
+        scale=scale,
+        slope=slope,
+        added=added,
+        prob=prob,
+        keep=keep,
+        lse=lse,
+        sink_prob=sink_prob,
+        hk=hk,
+        at=(qb, start, n),
+    )
 
 
 def forward(p: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -217,8 +244,8 @@ def forward(p: Problem) -> tuple[np.ndarray, np.ndarray]:
             for row in range(n):
                 ok = r["valid"][row]
                 o[row] = w[row, ok] @ r["v"][ok]
-            out[qb, h, start:start + n] = o * _head(p.v_descale, b, r["hk"])
-            lse[qb, h, start:start + n] = r["lse"]
+            out[qb, h, start : start + n] = o * _head(p.v_descale, b, r["hk"])
+            lse[qb, h, start : start + n] = r["lse"]
     return out, lse
 
 
@@ -235,10 +262,10 @@ def backward(p: Problem, dout: np.ndarray) -> dict[str, np.ndarray]:
             qb, start, n = r["at"]
             ks, m = p.k_side.locate(b, p.k.shape[2])
             kb, hk = (0 if p.k_side.stacked else b), r["hk"]
-            do = dout[qb, h, start:start + n].astype(np.float64) * _head(p.v_descale, b, hk)
+            do = dout[qb, h, start : start + n].astype(np.float64) * _head(p.v_descale, b, hk)
             k, v = (np.where(r["valid"].any(0)[:, None], x, 0.0) for x in (r["k"], r["v"]))
             w = r["prob"] * r["keep"]
-            dv[kb, hk, ks:ks + m] += w.T @ do
+            dv[kb, hk, ks : ks + m] += w.T @ do
             dp = np.where(r["valid"], do @ v.T, 0.0) * r["keep"]
             delta = (r["prob"] * dp).sum(1)
             ds = r["prob"] * (dp - delta[:, None])
@@ -252,10 +279,10 @@ def backward(p: Problem, dout: np.ndarray) -> dict[str, np.ndarray]:
                     g = g.sum(0, keepdims=True)
                 if p.bias.shape[3] == 1:
                     g = g.sum(1, keepdims=True)
-                dbias[at][:g.shape[0], :g.shape[1]] += g
+                dbias[at][: g.shape[0], : g.shape[1]] += g
             draw = ds * r["slope"] * r["scale"]
-            dq[qb, h, start:start + n] += draw @ k
-            dk[kb, hk, ks:ks + m] += draw.T @ r["q"]
+            dq[qb, h, start : start + n] += draw @ k
+            dk[kb, hk, ks : ks + m] += draw.T @ r["q"]
     return {name: x for name, x in dict(dq=dq, dk=dk, dv=dv, dbias=dbias, dsink=dsink).items() if x is not None}
 
 
@@ -272,7 +299,7 @@ def merge(outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
-    """x rounded to float32/float16/bfloat16 (round to nearest even), returned as float32 or float16 values in float32."""
+    """x rounded to float32/float16/bfloat16 (round to nearest even), returned as float32."""
     x = np.asarray(x, np.float32)
     if dtype == "float16":
         return x.astype(np.float16).astype(np.float32)
@@ -287,7 +314,7 @@ def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a @ b in float32, one term after another as the textbook sums: numpy's own product is more exact."""
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for i in range(a.shape[1]):
-        total += a[:, i:i + 1] * b[i]
+        total += a[:, i : i + 1] * b[i]
     return total
 
 
@@ -314,8 +341,8 @@ def _textbook_rows(p: Problem, b: int, h: int):
 
 
 def textbook(p: Problem, dtype: str, out_dtype: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """The yardstick of spec section 9: (out, lse) by the plain algorithm, float32 scores, softmax and sums, P rounded to
-    `dtype` and O to `out_dtype` (default: the same)."""
+    """The yardstick of spec section 9: (out, lse) by the plain algorithm, float32 scores, softmax and sums, P rounded
+    to `dtype` and O to `out_dtype` (default: the same)."""
     f = np.float32
     out = np.full(p.q.shape[:3] + (p.v.shape[3],), np.nan, f)
     lse = np.full(p.q.shape[:3], np.nan, f)
@@ -326,15 +353,16 @@ def textbook(p: Problem, dtype: str, out_dtype: str = "") -> tuple[np.ndarray, n
                 qb, start, n = r["at"]
                 weights = round_to(e, dtype) * r["keep"].astype(f)
                 o = np.where((total > 0)[:, None], _product(weights, v) / total[:, None], f(0))
-                out[qb, h, start:start + n] = round_to(o * f(_head(p.v_descale, b, r["hk"])), out_dtype or dtype)
-                lse[qb, h, start:start + n] = row_lse
+                out[qb, h, start : start + n] = round_to(o * f(_head(p.v_descale, b, r["hk"])), out_dtype or dtype)
+                lse[qb, h, start : start + n] = row_lse
     return out, lse
 
 
-def textbook_backward(p: Problem, dout: np.ndarray, dtype: str, out: np.ndarray | None = None,
-                      lse: np.ndarray | None = None) -> dict[str, tuple[np.ndarray, float]]:
-    """The yardstick of gradients: name -> (values in float32, scale). P and dS are rounded to `dtype`; out and lse are the
-    stored ones that the judged call gets too, by default the textbook forward's own. The scale is the largest sum of
+def textbook_backward(
+    p: Problem, dout: np.ndarray, dtype: str, out: np.ndarray | None = None, lse: np.ndarray | None = None
+) -> dict[str, tuple[np.ndarray, float]]:
+    """The yardstick of gradients: name -> (values in float32, scale). P and dS are rounded to `dtype`; out and lse are
+    the stored ones that the judged call gets too, by default the textbook forward's own. The scale is the largest sum of
     absolute terms, so that a true 0 has a bound."""
     f = np.float32
     got = {name: np.zeros(x.shape, f) for name, x in (("dq", p.q), ("dk", p.k), ("dv", p.v))}
@@ -350,11 +378,11 @@ def textbook_backward(p: Problem, dout: np.ndarray, dtype: str, out: np.ndarray 
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
                 r, q, k, v, s, slope, sink, _, _, _ = _textbook_rows(p, b, h)
                 qb, start, n = r["at"]
-                row_lse = lse[qb, h, start:start + n].astype(f)
+                row_lse = lse[qb, h, start : start + n].astype(f)
                 ks, m = p.k_side.locate(b, p.k.shape[2])
                 kb, hk = (0 if p.k_side.stacked else b), r["hk"]
-                do = dout[qb, h, start:start + n].astype(f)
-                o = out[qb, h, start:start + n].astype(f)
+                do = dout[qb, h, start : start + n].astype(f)
+                o = out[qb, h, start : start + n].astype(f)
                 live = ~np.isneginf(row_lse)
                 safe = np.where(live, row_lse, f(0))
                 prob = np.where(r["valid"] & live[:, None], np.exp(s - safe[:, None]), f(0))
@@ -366,9 +394,10 @@ def textbook_backward(p: Problem, dout: np.ndarray, dtype: str, out: np.ndarray 
                 draw, draw_terms = round_to(ds * slope, dtype) * f(r["scale"]), terms * slope * abs(r["scale"])
                 weights = round_to(prob * keep, dtype)
                 for name, at, x, y in (
-                        ("dv", np.s_[kb, hk, ks:ks + m], _product(weights.T, do), np.abs(weights).T @ np.abs(do)),
-                        ("dk", np.s_[kb, hk, ks:ks + m], _product(draw.T, q), draw_terms.T @ np.abs(q)),
-                        ("dq", np.s_[qb, h, start:start + n], _product(draw, k), draw_terms @ np.abs(k))):
+                    ("dv", np.s_[kb, hk, ks : ks + m], _product(weights.T, do), np.abs(weights).T @ np.abs(do)),
+                    ("dk", np.s_[kb, hk, ks : ks + m], _product(draw.T, q), draw_terms.T @ np.abs(q)),
+                    ("dq", np.s_[qb, h, start : start + n], _product(draw, k), draw_terms @ np.abs(k)),
+                ):
                     got[name][at] += x
                     size[name][at] += y
                 if p.sink is not None:
@@ -382,5 +411,5 @@ def textbook_backward(p: Problem, dout: np.ndarray, dtype: str, out: np.ndarray 
                             g = g.sum(0, keepdims=True)
                         if p.bias.shape[3] == 1:
                             g = g.sum(1, keepdims=True)
-                        table[at][:g.shape[0], :g.shape[1]] += g
+                        table[at][: g.shape[0], : g.shape[1]] += g
     return {name: (got[name], float(np.max(size[name], initial=0))) for name in got}

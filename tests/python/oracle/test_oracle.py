@@ -1,7 +1,23 @@
 """The oracle against itself: finite differences, a dense softmax, Philox's published vectors, merge, varlen, pages."""
+
 import numpy as np
-from attention_oracle import (CUMULATIVE, IMPLIED, INDIVIDUAL, LAST_PAGE, REUSE, UNBOUNDED, Problem, Side, backward, forward,
-                              merge, philox4x32_10, round_to, textbook, textbook_backward)
+from attention_oracle import (
+    CUMULATIVE,
+    IMPLIED,
+    INDIVIDUAL,
+    LAST_PAGE,
+    REUSE,
+    UNBOUNDED,
+    Problem,
+    Side,
+    backward,
+    forward,
+    merge,
+    philox4x32_10,
+    round_to,
+    textbook,
+    textbook_backward,
+)
 
 rng = np.random.default_rng(0)
 
@@ -25,7 +41,9 @@ def test_dense_softmax_and_causal_both_ways():
     i, j = np.arange(5)[:, None], np.arange(7)[None]
     assert np.allclose(forward(Problem(q, k, v))[0], dense(q, k, v))
     assert np.allclose(forward(Problem(q, k, v, window=(UNBOUNDED, 0)))[0], dense(q, k, v, j <= i))
-    assert np.allclose(forward(Problem(q, k, v, window=(UNBOUNDED, 0), align="bottom_right"))[0], dense(q, k, v, j <= i + 2))
+    assert np.allclose(
+        forward(Problem(q, k, v, window=(UNBOUNDED, 0), align="bottom_right"))[0], dense(q, k, v, j <= i + 2)
+    )
 
 
 def differences(p, names):
@@ -48,11 +66,27 @@ def differences(p, names):
 
 
 def test_gradients_are_those_of_finite_differences():
-    differences(Problem(r(1, 4, 3, 4), r(1, 2, 5, 4), r(1, 2, 5, 3), softcap=1.5, window=(2, 1), align="bottom_right",
-                        bias=r(1, 4, 1, 5), alibi=np.array([.1, .2, .3, .4]), sink=r(4), dropout_p=.3, seed=7, offset=3),
-                ["q", "k", "v", "bias", "sink"])
-    differences(Problem(r(2, 2, 3, 4), r(2, 1, 4, 4), r(2, 1, 4, 3), q_descale=r(2, 1), k_descale=r(2, 1),
-                        v_descale=r(2, 1)), ["q", "k", "v"])
+    differences(
+        Problem(
+            r(1, 4, 3, 4),
+            r(1, 2, 5, 4),
+            r(1, 2, 5, 3),
+            softcap=1.5,
+            window=(2, 1),
+            align="bottom_right",
+            bias=r(1, 4, 1, 5),
+            alibi=np.array([0.1, 0.2, 0.3, 0.4]),
+            sink=r(4),
+            dropout_p=0.3,
+            seed=7,
+            offset=3,
+        ),
+        ["q", "k", "v", "bias", "sink"],
+    )
+    differences(
+        Problem(r(2, 2, 3, 4), r(2, 1, 4, 4), r(2, 1, 4, 3), q_descale=r(2, 1), k_descale=r(2, 1), v_descale=r(2, 1)),
+        ["q", "k", "v"],
+    )
 
 
 def test_philox_known_answers():
@@ -87,11 +121,19 @@ def test_merge_of_parts_is_the_whole():
 def test_stacked_equals_separate_calls():
     cq, ck = np.cumsum([0, 3, 0, 2]), np.cumsum([0, 4, 5, 0])
     q, k, v = r(1, 2, 5, 4), r(1, 2, 9, 4), r(1, 2, 9, 4)
-    p = Problem(q, k, v, sequences=3, window=(UNBOUNDED, 0), align="bottom_right",
-                q_side=Side(True, CUMULATIVE, REUSE, cq, max_seqlen=3), k_side=Side(True, CUMULATIVE, REUSE, ck, max_seqlen=5))
+    p = Problem(
+        q,
+        k,
+        v,
+        sequences=3,
+        window=(UNBOUNDED, 0),
+        align="bottom_right",
+        q_side=Side(True, CUMULATIVE, REUSE, cq, max_seqlen=3),
+        k_side=Side(True, CUMULATIVE, REUSE, ck, max_seqlen=5),
+    )
     o, lse = forward(p)
     for b in range(3):
-        at_q, at_k = np.s_[:, :, cq[b]:cq[b + 1]], np.s_[:, :, ck[b]:ck[b + 1]]
+        at_q, at_k = np.s_[:, :, cq[b] : cq[b + 1]], np.s_[:, :, ck[b] : ck[b + 1]]
         w = forward(Problem(q[at_q], k[at_k], v[at_k], window=(UNBOUNDED, 0), align="bottom_right"))
         assert np.allclose(o[at_q], w[0]) and np.array_equal(np.isneginf(lse[at_q]), np.isneginf(w[1]))
 
@@ -104,21 +146,31 @@ def test_paged_equals_contiguous():
     for b in range(2):
         rows = [(table[b][t // 2], t % 2) for t in range(lens[b])]
         kk, vv = (np.stack([x[row] for row in rows], 1)[None] for x in (kp, vp))
-        assert np.allclose(o[b:b + 1], forward(Problem(q[b:b + 1], kk, vv))[0])
-    o2, _ = forward(Problem(q, kp, vp, k_side=Side(False, LAST_PAGE, IMPLIED, np.array([1, 1])), max_seqlen_k=6,
-                            page_indptr=np.array([0, 3, 5]), page_indices=np.array([5, 0, 3, 2, 2])))
+        assert np.allclose(o[b : b + 1], forward(Problem(q[b : b + 1], kk, vv))[0])
+    o2, _ = forward(
+        Problem(
+            q,
+            kp,
+            vp,
+            k_side=Side(False, LAST_PAGE, IMPLIED, np.array([1, 1])),
+            max_seqlen_k=6,
+            page_indptr=np.array([0, 3, 5]),
+            page_indices=np.array([5, 0, 3, 2, 2]),
+        )
+    )
     assert np.allclose(o, o2)
-    p = Problem(q, kp, vp, k_side=Side(False, INDIVIDUAL, IMPLIED, lens), page_table=table, dropout_p=.5)
+    p = Problem(q, kp, vp, k_side=Side(False, INDIVIDUAL, IMPLIED, lens), page_table=table, dropout_p=0.5)
     assert np.isfinite(forward(p)[0]).all()
 
 
 def test_empty_and_boolean_bias():
-    p = Problem(r(1, 1, 0, 4), r(1, 1, 4, 4), r(1, 1, 4, 4), dropout_p=.5)
+    p = Problem(r(1, 1, 0, 4), r(1, 1, 4, 4), r(1, 1, 4, 4), dropout_p=0.5)
     assert forward(p)[0].shape == (1, 1, 0, 4)
     keep = r(1, 1, 4, 4) > 0
     q, k, v = r(1, 1, 4, 4), r(1, 1, 4, 4), r(1, 1, 4, 4)
-    assert np.allclose(forward(Problem(q, k, v, bias=keep))[0],
-                       forward(Problem(q, k, v, bias=np.where(keep, 0.0, -np.inf)))[0])
+    assert np.allclose(
+        forward(Problem(q, k, v, bias=keep))[0], forward(Problem(q, k, v, bias=np.where(keep, 0.0, -np.inf)))[0]
+    )
 
 
 def test_the_yardstick_is_close_and_rounds():
@@ -136,4 +188,6 @@ def test_the_yardstick_is_close_and_rounds():
             values, scale = textbook_backward(p, do, "float32")[name]
             assert 1e-9 < np.abs(values - want).max() < 1e-4 * scale
     p = Problem(q, k, v, window=(UNBOUNDED, -5), sink=np.array([1.0, 2.0]))
-    assert np.array_equal(forward(p)[1][0, :, 0], [1.0, 2.0]) and np.allclose(textbook(p, "float32")[1][0, :, 0], [1, 2])
+    assert np.array_equal(forward(p)[1][0, :, 0], [1.0, 2.0]) and np.allclose(
+        textbook(p, "float32")[1][0, :, 0], [1, 2]
+    )
