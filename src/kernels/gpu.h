@@ -222,10 +222,9 @@ DEVICE void load_matrix4_transposed(uint32_t r[4], uint32_t address) {
 template <typename T> struct matrix;
 template <> struct matrix<__half> {
 	static __device__ __forceinline__ void multiply(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
-		asm volatile(
-			"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-			: "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-			: "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+		asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+		    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+		    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 	}
 	static __device__ __forceinline__ uint32_t pack(float low, float high) {
 		const __half2 h = __floats2half2_rn(low, high);
@@ -234,10 +233,9 @@ template <> struct matrix<__half> {
 };
 template <> struct matrix<__nv_bfloat16> {
 	static __device__ __forceinline__ void multiply(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
-		asm volatile(
-			"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-			: "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-			: "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+		asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+		    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+		    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 	}
 	static __device__ __forceinline__ uint32_t pack(float low, float high) {
 		const __nv_bfloat162 h = __floats2bfloat162_rn(low, high);

@@ -247,6 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 			(const element *)a.q + q.slot * a.q_stride[0] + head * a.q_stride[1] + q.start * a.q_stride[2];
 		const element *const kb = (const element *)a.k, *const vb = (const element *)a.v;
 		const float unit = GENERAL ? LOG2E : a.softmax_scale * LOG2E; /* from scores to exponents of two */
+		const float slack = 8.0f / unit;
 
 		float out[MF][DF][4], top[MF][2], total[MF][2];
 #pragma unroll
@@ -298,7 +299,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 			if (n > n_first) load_keys<BN>(a, sk, kb, a.k_stride, k, list, head_k, j0 - BN, first, last, a.head_dim);
 			copy_commit();
 
+			/* The reference that scores are taken against follows the maximum only when it falls behind by 2^8: weights up to 256
+			 * lose nothing in either 16-bit type, and in most tiles nothing is reduced across lanes and nothing is rescaled. */
 			const bool whole = j0 >= all_first && j0 + BN <= all_last;
+			bool need = false;
+			float s_best[MF][2];
 #pragma unroll
 			for (int m = 0; m < MF; m++) {
 				const int row = i0 + (warp * MF + m) * 16 + (lane >> 2);
@@ -323,16 +328,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 				}
 #pragma unroll
 				for (int half = 0; half < 2; half++) {
-					float best = top[m][half];
+					float best = -INFINITY;
 #pragma unroll
 					for (int c = 0; c < NF; c++) best = fmaxf(best, fmaxf(s[m][c][2 * half], s[m][c][2 * half + 1]));
-					best = fmaxf(best, lane_xor(best, 1));
-					best = fmaxf(best, lane_xor(best, 2));
-					const float base = best == -INFINITY ? 0.0f : best, was = top[m][half];
-					const float fade = was == best ? 1.0f : fast_exp2((was - base) * unit);
-					top[m][half] = best;
+					need |= best > top[m][half] + slack;
+					s_best[m][half] = best;
+				}
+			}
+			if (__any_sync(0xffffffffu, need)) {
+#pragma unroll
+				for (int m = 0; m < MF; m++)
+#pragma unroll
+					for (int half = 0; half < 2; half++) {
+						float best = s_best[m][half];
+						best = fmaxf(best, lane_xor(best, 1));
+						best = fmaxf(best, lane_xor(best, 2));
+						const float was = top[m][half];
+						if (!(best > was + slack)) best = was;
+						const float fade = was == best ? 1.0f : fast_exp2((was - best) * unit);
+						top[m][half] = best;
+						total[m][half] *= fade;
+#pragma unroll
+						for (int d = 0; d < DF; d++) {
+							out[m][d][2 * half] *= fade;
+							out[m][d][2 * half + 1] *= fade;
+						}
+					}
+			}
+#pragma unroll
+			for (int m = 0; m < MF; m++) {
+				const int row = i0 + (warp * MF + m) * 16 + (lane >> 2);
+				(void)row;
+#pragma unroll
+				for (int half = 0; half < 2; half++) {
+					const float base = top[m][half] == -INFINITY ? 0.0f : top[m][half], shift = base * unit;
 					float sum = 0;
-					const float shift = base * unit;
 #pragma unroll
 					for (int c = 0; c < NF; c++)
 #pragma unroll
@@ -341,12 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 							s[m][c][e] = GENERAL ? fast_exp2((x - base) * unit) : fast_exp2(fmaf(x, unit, -shift));
 							sum += s[m][c][e];
 						}
-					total[m][half] = fmaf(total[m][half], fade, sum);
-#pragma unroll
-					for (int d = 0; d < DF; d++) {
-						out[m][d][2 * half] *= fade;
-						out[m][d][2 * half + 1] *= fade;
-					}
+					total[m][half] += sum;
 					if (GENERAL && (a.features & F_DROPOUT)) {
 						const int i = row + 8 * half;
 #pragma unroll 1
