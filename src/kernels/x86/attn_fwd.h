@@ -263,12 +263,23 @@ static inline void fwd_prefetch(const fwd_chunk *c, const fwd_block *block, int6
 	}
 }
 
-/* Q K^T of a strip for columns [c0, c1). */
+/* Q K^T of a strip for columns [c0, c1). fp32 is summed in two levels, for its precision: 64 steps, then their sums, one sweep
+ * over the columns after another, since a tile that soon reads what it has just written waits for it. */
 X86_INLINE void fwd_scores(const fwd_chunk *c, const float *q, int64_t c0, int64_t c1, int rows) {
-	const int64_t steps = fwd_steps(c->p);
+	const int64_t steps = fwd_steps(c->p), level = c->p->q.dtype == INGOT_F32 ? 64 : steps;
+	const int64_t once = steps < level ? steps : level;
 	for (int64_t j = c0; j < c1; j += NR) {
-		if (c1 - j > VL) tile(q, 1, MR, c->k + j * steps, NR, c->scores + j, BLOCK, steps, rows, 2, TILE_ZERO, NULL);
-		else tile(q, 1, MR, c->k + j * steps, NR, c->scores + j, BLOCK, steps, rows, 1, TILE_ZERO, NULL);
+		const float *k = c->k + j * steps;
+		if (c1 - j > VL) tile(q, 1, MR, k, NR, c->scores + j, BLOCK, once, rows, 2, TILE_ZERO, NULL);
+		else tile(q, 1, MR, k, NR, c->scores + j, BLOCK, once, rows, 1, TILE_ZERO, NULL);
+	}
+	for (int64_t from = once; from < steps; from += level) {
+		const int64_t some = steps - from < level ? steps - from : level;
+		for (int64_t j = c0; j < c1; j += NR) {
+			const float *k = c->k + j * steps + from * NR;
+			if (c1 - j > VL) tile(q + from * MR, 1, MR, k, NR, c->scores + j, BLOCK, some, rows, 2, TILE_SUM, NULL);
+			else tile(q + from * MR, 1, MR, k, NR, c->scores + j, BLOCK, some, rows, 1, TILE_SUM, NULL);
+		}
 	}
 }
 

@@ -57,24 +57,24 @@ enum { MR = 6 };
 	}
 #endif
 
-typedef enum tile_init { TILE_ZERO, TILE_ADD, TILE_SCALE } tile_init;
+typedef enum tile_init { TILE_ZERO, TILE_ADD, TILE_SCALE, TILE_SUM } tile_init;
 
 /* C(rows x vectors*VL, row stride ldc) = init + A B over kc steps; A(r,k) = a[r*rs + k*cs], row k of B at b + k*ldb. init: zero,
- * C itself, or C with row r scaled by alpha[r]. Constants at every call: rs, cs, ldb, ldc, rows <= MR, vectors 1 or 2, init. */
+ * C itself, or C with row r scaled by alpha[r]; TILE_SUM is C too, but added last, which halves the roundings of a long sum. Constants at every call: rs, cs, ldb, ldc, rows <= MR, vectors 1 or 2, init. */
 X86_INLINE void tile(const float *a, int64_t rs, int64_t cs, const float *b, int64_t ldb, float *c, int64_t ldc,
                      int64_t kc, int rows, int vectors, tile_init init, const float *alpha) {
 #define X86_DECLARE(r) vf c0_##r = v_zero(), c1_##r = v_zero();
 	X86_EACH_ROW(X86_DECLARE)
 #undef X86_DECLARE
-#define X86_START(r)                                           \
-	if (r < rows && init != TILE_ZERO) {                       \
-		c0_##r = v_load(c + (r) * ldc);                        \
-		if (vectors == 2) c1_##r = v_load(c + (r) * ldc + VL); \
-		if (init == TILE_SCALE) {                              \
-			vf scale = v_set(alpha[r]);                        \
-			c0_##r = v_mul(scale, c0_##r);                     \
-			c1_##r = v_mul(scale, c1_##r);                     \
-		}                                                      \
+#define X86_START(r)                                            \
+	if (r < rows && (init == TILE_ADD || init == TILE_SCALE)) { \
+		c0_##r = v_load(c + (r) * ldc);                         \
+		if (vectors == 2) c1_##r = v_load(c + (r) * ldc + VL);  \
+		if (init == TILE_SCALE) {                               \
+			vf scale = v_set(alpha[r]);                         \
+			c0_##r = v_mul(scale, c0_##r);                      \
+			c1_##r = v_mul(scale, c1_##r);                      \
+		}                                                       \
 	}
 	X86_EACH_ROW(X86_START)
 #undef X86_START
@@ -101,10 +101,14 @@ X86_INLINE void tile(const float *a, int64_t rs, int64_t cs, const float *b, int
 #undef X86_ROW_STEP_1
 #undef X86_ROW_STEP_2
 #undef X86_ROW_STEP_3
-#define X86_FINISH(r)                                          \
-	if (r < rows) {                                            \
-		v_store(c + (r) * ldc, c0_##r);                        \
-		if (vectors == 2) v_store(c + (r) * ldc + VL, c1_##r); \
+#define X86_FINISH(r)                                                             \
+	if (r < rows) {                                                               \
+		if (init == TILE_SUM) {                                                   \
+			c0_##r = v_add(c0_##r, v_load(c + (r) * ldc));                        \
+			if (vectors == 2) c1_##r = v_add(c1_##r, v_load(c + (r) * ldc + VL)); \
+		}                                                                         \
+		v_store(c + (r) * ldc, c0_##r);                                           \
+		if (vectors == 2) v_store(c + (r) * ldc + VL, c1_##r);                    \
 	}
 	X86_EACH_ROW(X86_FINISH)
 #undef X86_FINISH
