@@ -164,23 +164,27 @@ static inline uint16_t ingot__to_bf16(float f) {
 	return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
+/* a where the condition holds, else b; by bits, since a compiler cannot make vector code of a branch round a float sum. */
+static inline uint32_t ingot__select(bool condition, uint32_t a, uint32_t b) {
+	const uint32_t mask = 0u - (uint32_t)condition;
+	return (a & mask) | (b & ~mask);
+}
+
 static inline float ingot__from_f16(uint16_t h) {
-	uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
-	if (e == 31) return ingot__bits_float(sign | 0x7f800000u | m << 13);
-	if (e) return ingot__bits_float(sign | (e + 112) << 23 | m << 13);
-	float f = (float)m * 0x1p-24f;
-	return sign ? -f : f;
+	const uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h & 0x7c00, m = h & 1023;
+	const uint32_t low = ingot__float_bits((float)(int32_t)m * 0x1p-24f);
+	const uint32_t high = ((uint32_t)(h & 0x7fff) << 13) + (112u << 23) + ingot__select(e == 0x7c00, 112u << 23, 0);
+	return ingot__bits_float(sign | ingot__select(e == 0, low, high));
 }
 /* Round to nearest even; overflow becomes Inf. */
 static inline uint16_t ingot__to_f16(float f) {
-	uint32_t u = ingot__float_bits(f), sign = u >> 16 & 0x8000, a = u & 0x7fffffffu;
-	if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00 | (a >> 13 & 0x1ff));
-	if (a >= 0x477ff000u) return (uint16_t)(sign | 0x7c00);
-	if (a < 0x38800000u) { /* denormal: let the adder round at 2^-24 */
-		float r = ingot__bits_float(a) + 0.5f;
-		return (uint16_t)(sign | (ingot__float_bits(r) - 0x3f000000u));
-	}
-	return (uint16_t)(sign | (((a + 0xfff + (a >> 13 & 1)) >> 13) - (112u << 10)));
+	const uint32_t u = ingot__float_bits(f), sign = u >> 16 & 0x8000, a = u & 0x7fffffffu;
+	/* Denormal: let the adder round at 2^-24. */
+	const uint32_t low = ingot__float_bits(ingot__bits_float(a) + 0.5f) - 0x3f000000u;
+	const uint32_t high = ((a + 0xfff + (a >> 13 & 1)) >> 13) - (112u << 10);
+	uint32_t code = ingot__select(a < 0x38800000u, low, high);
+	code = ingot__select(a >= 0x477ff000u, 0x7c00, code);
+	return (uint16_t)(sign | ingot__select(a > 0x7f800000u, 0x7e00 | (a >> 13 & 0x1ff), code));
 }
 
 /* 8-bit types: exponent bits, bias, and which codes are special. */
@@ -203,11 +207,10 @@ static inline uint8_t ingot__to_f8(float f, int32_t dtype) {
 	const uint32_t one = (150 - bias + 1 - mbits) << 23;
 	const uint32_t low = ingot__float_bits(ingot__bits_float(a) + ingot__bits_float(one)) - one;
 	const uint32_t high = ((a + (1u << (drop - 1)) - 1 + (a >> drop & 1)) >> drop) - ((127 - bias) << mbits);
-	uint32_t code = a < (128 - bias) << 23 ? low : high;
+	uint32_t code = ingot__select(a < (128 - bias) << 23, low, high);
 	if (code > most) code = most;
 	code = fnuz && code == 0 ? 0 : sign | code;
-	if (a > 0x7f800000u) code = fnuz ? 0x80 : sign | 0x7f;
-	return (uint8_t)code;
+	return (uint8_t)ingot__select(a > 0x7f800000u, fnuz ? 0x80 : sign | 0x7f, code);
 }
 
 static inline int ingot__dtype_size(int32_t dtype) {

@@ -50,23 +50,14 @@ const ingot__impl ingot__impl_attn_dropout_mask_reference = {
 
 #else
 
-enum { LANES = 16 };
+enum { LANES = 64 };
 
 /* ingot__philox of LANES consecutive indices; word[w][lane]. */
-static void philox_lanes(uint64_t seed, uint64_t offset, uint64_t index, uint32_t word[4][LANES]) {
-	uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+static void philox_lanes(uint64_t seed, uint64_t offset, uint64_t index, uint32_t word[restrict 4][LANES]) {
 	for (int lane = 0; lane < LANES; lane++) {
-		word[0][lane] = (uint32_t)offset, word[1][lane] = (uint32_t)(offset >> 32);
-		word[2][lane] = (uint32_t)(index + (uint64_t)lane), word[3][lane] = (uint32_t)((index + (uint64_t)lane) >> 32);
-	}
-	for (int round = 0; round < 10; round++) {
-		for (int lane = 0; lane < LANES; lane++) {
-			const uint64_t a = (uint64_t)0xD2511F53u * word[0][lane], b = (uint64_t)0xCD9E8D57u * word[2][lane];
-			word[0][lane] = (uint32_t)(b >> 32) ^ word[1][lane] ^ k0;
-			word[2][lane] = (uint32_t)(a >> 32) ^ word[3][lane] ^ k1;
-			word[1][lane] = (uint32_t)b, word[3][lane] = (uint32_t)a;
-		}
-		k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+		uint32_t w[4];
+		ingot__philox(seed, offset, index + (uint64_t)lane, w);
+		word[0][lane] = w[0], word[1][lane] = w[1], word[2][lane] = w[2], word[3][lane] = w[3];
 	}
 }
 
