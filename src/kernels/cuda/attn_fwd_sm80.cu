@@ -120,6 +120,10 @@ enum {
 	NF = BN / 8,          /* column fragments of S */
 	DF = HEAD / 8,        /* column fragments of the output */
 	PIECES = HEAD / 8,    /* 16-byte pieces of a row */
+	PIECES_2 = HEAD <= 64    ? 8
+	           : HEAD <= 128 ? 16
+	                         : 32,
+	PASS = THREADS / PIECES_2, /* rows that the block copies at once: a multiple of 8 */
 	Q_BYTES = BM * PANELS(HEAD) * 128,
 	K_BYTES = BN * PANELS(HEAD) * 128
 };
@@ -134,17 +138,40 @@ template <int rows> DEVICE uint32_t place(int row, int piece) {
 	return (uint32_t)((piece >> 3) * rows * 128 + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
 }
 
-/* Rows [r0, r0 + rows) of a matrix, those outside [first, last) and columns past `columns` as zeros. Offsets within a tile are 32
- * bits (the host half refuses larger strides): 64-bit ones would cost the registers that the accumulators need. */
+/* The same for reading fragments: `row` holds all of the row but multiples of 8 that are added as constants, and piece = even + bit.
+ * What depends on the lane is base; the rest folds into the instruction. */
+struct reader {
+	uint32_t base, turn;
+};
+DEVICE reader make_reader(uint32_t tile, int row, int bit) {
+	const reader r = {tile + (uint32_t)row * 128, (uint32_t)((bit ^ (row & 7)) << 4)};
+	return r;
+}
+template <int rows> DEVICE uint32_t at(const reader &r, int more_rows, int even) {
+	return r.base + (uint32_t)((even >> 3) * rows * 128 + more_rows * 128) + (r.turn ^ (uint32_t)((even & 7) << 4));
+}
+
+/* Rows [r0, r0 + rows) of a matrix, those outside [first, last) and columns past `columns` as zeros. A thread copies one piece of
+ * every so many rows, so that its addresses step by constants; offsets within a tile are 32 bits (the host half refuses larger
+ * strides), since 64-bit ones would cost the registers that the accumulators need. */
 template <int rows>
 DEVICE void load_tile(uint32_t to, const element *base, int64_t row_stride, int r0, int first, int last, int columns) {
-	const element *const tile = base + r0 * row_stride;
-	const uint32_t stride = (uint32_t)row_stride;
+	const int piece = thread_id() % PIECES_2, row = thread_id() / PIECES_2;
+	if (PIECES_2 != PIECES && piece >= PIECES) return;
+	const bool column = piece * 8 < columns;
+	const uint32_t step = (uint32_t)row_stride * PASS, target = to + place<rows>(row, piece);
+	const element *const from = base + (r0 + row) * row_stride + piece * 8;
+	if (r0 >= first && r0 + rows <= last) {
 #pragma unroll
-	for (int n = 0; n < rows * PIECES / THREADS; n++) {
-		const int at = n * THREADS + thread_id(), row = at / PIECES, piece = at % PIECES, r = r0 + row;
-		const bool valid = r >= first && r < last && piece * 8 < columns;
-		copy_async16(to + place<rows>(row, piece), valid ? tile + (uint32_t)row * stride + piece * 8 : base, valid);
+		for (int n = 0; n < rows / PASS; n++)
+			copy_async16(target + n * PASS * 128, column ? from + (uint32_t)n * step : base, column);
+	} else {
+#pragma unroll
+		for (int n = 0; n < rows / PASS; n++) {
+			const int r = r0 + row + n * PASS;
+			const bool valid = r >= first && r < last && column;
+			copy_async16(target + n * PASS * 128, valid ? from + (uint32_t)n * step : base, valid);
+		}
 	}
 }
 
@@ -156,11 +183,13 @@ DEVICE void load_keys(const ingot__gpu_args &a, uint32_t to, const element *base
 		                last, columns);
 		return;
 	}
+	const int piece = thread_id() % PIECES_2, row = thread_id() / PIECES_2;
+	if (PIECES_2 != PIECES && piece >= PIECES) return;
 #pragma unroll 1
-	for (int n = 0; n < rows * PIECES / THREADS; n++) {
-		const int at = n * THREADS + thread_id(), row = at / PIECES, piece = at % PIECES, r = r0 + row;
+	for (int n = 0; n < rows / PASS; n++) {
+		const int r = r0 + row + n * PASS;
 		const bool valid = r >= first && r < last && piece * 8 < columns;
-		copy_async16(to + place<rows>(row, piece),
+		copy_async16(to + place<rows>(row + n * PASS, piece),
 		             base + (valid ? key_offset(a, stride, k, list, head_k, r) + piece * 8 : 0), valid);
 	}
 }
@@ -198,6 +227,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 	extern __shared__ __align__(128) unsigned char shared[];
 	const uint32_t sq = shared_address(shared), sk = sq + Q_BYTES, sv = sk + K_BYTES;
 	const int warp = warp_id(), lane = lane_id();
+	const reader read_q = make_reader(sq, warp * MF * 16 + (lane & 15), lane >> 4);
+	const reader read_k = make_reader(sk, (lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1);
+	const reader read_v = make_reader(sv, lane & 15, lane >> 4);
 	const int tiles = a.number[BLOCKS_PER_HEAD];
 	const index_t blocks = (index_t)tiles * a.batch * a.heads_q;
 	if (blockIdx.x == 0 && thread_id() == 0) {
@@ -281,12 +313,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 			for (int d = 0; d < HEAD / 16; d++) {
 				uint32_t qf[MF][4];
 #pragma unroll
-				for (int m = 0; m < MF; m++)
-					load_matrix4(qf[m], sq + place<BM>((warp * MF + m) * 16 + (lane & 15), 2 * d + (lane >> 4)));
+				for (int m = 0; m < MF; m++) load_matrix4(qf[m], at<BM>(read_q, m * 16, 2 * d));
 #pragma unroll
 				for (int c = 0; c < NF; c += 2) {
 					uint32_t kf[4];
-					load_matrix4(kf, sk + place<BN>(c * 8 + (lane & 7) + (lane >> 4) * 8, 2 * d + ((lane >> 3) & 1)));
+					load_matrix4(kf, at<BN>(read_k, c * 8, 2 * d));
 #pragma unroll
 					for (int m = 0; m < MF; m++) {
 						matrix<element>::multiply(s[m][c], qf[m], kf[0], kf[1]);
@@ -405,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 #pragma unroll
 				for (int d = 0; d < DF; d += 2) {
 					uint32_t vf[4];
-					load_matrix4_transposed(vf, sv + place<BN>(c * 8 + (lane & 15), d + (lane >> 4)));
+					load_matrix4_transposed(vf, at<BN>(read_v, c * 8, d));
 #pragma unroll
 					for (int m = 0; m < MF; m++) {
 						matrix<element>::multiply(out[m][d], pf[m], vf[0], vf[1]);
