@@ -45,7 +45,7 @@ def attend(q, k, v, scale=0.0, valid=None, bias=None, sink=None, dtype=""):
 
 
 def gradients(q, k, v, dout, scale=0.0, valid=None, bias=None, sink=None, dtype=""):
-    """name -> (gradient, largest sum of absolute terms)."""
+    """name -> (gradient, largest sum of absolute terms); ds is that of the scores, and so of a full bias."""
     kind, group = np.float32 if dtype else np.float64, q.shape[0] // k.shape[0]
     q, k, v, dout = (x.astype(kind) for x in (q, k, v, dout))
     out, _ = attend(q, k, v, scale, valid, bias, sink, dtype)
@@ -62,6 +62,7 @@ def gradients(q, k, v, dout, scale=0.0, valid=None, bias=None, sink=None, dtype=
     turn = lambda x: x.transpose(0, 2, 1)
     wide = np.repeat(k, group, 0)
     return dict(
+        ds=(ds, size.max(initial=0)),
         dq=(ds @ wide * scale, (size @ np.abs(wide)).max(initial=0) * abs(scale)),
         dk=(by_key(turn(ds) @ q) * scale, by_key(turn(size) @ np.abs(q)).max(initial=0) * abs(scale)),
         dv=(by_key(turn(weights) @ dout), by_key(turn(weights) @ np.abs(dout)).max(initial=0)),

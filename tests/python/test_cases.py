@@ -755,7 +755,7 @@ def test_pg08_splits_of_ragged_sequences(rng):
 
 
 def test_pg09_every_length_of_a_paged_decode(rng):
-    """150 of the first 600 lengths, others each time: no NaN, none but the formula's result; a repeat is the same bits."""
+    """150 of the first 600 lengths, others each time: no NaN, none but the formula's result; repeats are bit-equal."""
     lengths = rng.permutation(np.arange(1, 601)).reshape(-1, 25)
     for row in lengths[:6]:
         paged(rng, QUICK, "bf16", 4, 2, 128, [1] * 25, row.tolist(), 16)

@@ -1,4 +1,4 @@
-"""The dropout mask: bit-equal to the oracle's Philox, whatever the shapes, however seed and offset come (DR-01, DR-03)."""
+"""The dropout mask: the oracle's Philox bit for bit, for all shapes, however seed and offset come (DR-01, DR-03)."""
 
 import attention_oracle as oracle
 import ingot_ctypes as ingot

@@ -362,8 +362,8 @@ def textbook_backward(
     p: Problem, dout: np.ndarray, dtype: str, out: np.ndarray | None = None, lse: np.ndarray | None = None
 ) -> dict[str, tuple[np.ndarray, float]]:
     """The yardstick of gradients: name -> (values in float32, scale). P and dS are rounded to `dtype`; out and lse are
-    the stored ones that the judged call gets too, by default the textbook forward's own. The scale is the largest sum of
-    absolute terms, so that a true 0 has a bound."""
+    the stored ones that the judged call gets too, by default the textbook forward's own. The scale is the largest sum
+    of absolute terms, so that a true 0 has a bound."""
     f = np.float32
     got = {name: np.zeros(x.shape, f) for name, x in (("dq", p.q), ("dk", p.k), ("dv", p.v))}
     if p.bias is not None:
