@@ -78,8 +78,7 @@ def test_append(backend):
             length = 3
             last = np.array([int(rng.integers(1, size + 1)) for _ in range(batch)])
             lengths = np.array([(len(x) - 1) * size + n if len(x) else 0 for x, n in zip(lists, last)])
-            # A list's length is cut to the maximum before rows are counted from it.
-            lengths = np.minimum(lengths, rows)
+            # Not cut to the maximum: rows beyond it are dropped, those before them stay where they are.
             ints("k_lengths", last)
         else:
             lengths = rng.integers(0, rows + 1, batch)

@@ -100,7 +100,7 @@ void ingot__kv_append_reference_tokens(const ingot__problem *p, const ingot__pla
 	if (p->features & INGOT__PAGED) {
 		int64_t pages;
 		list = ingot__page_list(p, b, &pages);
-		rows = p->pages.count ? pages * p->pages.page_size : 0;
+		rows = p->pages.count ? ingot__clamp(pages * p->pages.page_size, 0, p->k_side.max_seqlen) : 0;
 		if (p->k_side.length == INGOT_LENGTH_LAST_PAGE) before += (pages - 1) * p->pages.page_size;
 	}
 	if (p->lengths_after) before -= fresh.count;
