@@ -59,10 +59,18 @@ enum { MR = 6 };
 
 typedef enum tile_init { TILE_ZERO, TILE_ADD, TILE_SCALE, TILE_SUM } tile_init;
 
+/* Operands in pieces: after every `steps` steps the next ones begin a (b) floats after where these began. second: from a row
+ * of B to its second vector. All but a and b are constants; steps 0: one piece. */
+typedef struct tile_pieces {
+	int64_t steps, a, b, second;
+} tile_pieces;
+
 /* C(rows x vectors*VL, row stride ldc) = init + A B over kc steps; A(r,k) = a[r*rs + k*cs], row k of B at b + k*ldb. init: zero,
- * C itself, or C with row r scaled by alpha[r]; TILE_SUM is C too, but added last, which halves the roundings of a long sum. Constants at every call: rs, cs, ldb, ldc, rows <= MR, vectors 1 or 2, init. */
-X86_INLINE void tile(const float *a, int64_t rs, int64_t cs, const float *b, int64_t ldb, float *c, int64_t ldc,
-                     int64_t kc, int rows, int vectors, tile_init init, const float *alpha) {
+ * C itself, or C with row r scaled by alpha[r]; TILE_SUM is C too, but added last, which halves the roundings of a long sum.
+ * Constants at every call: rs, cs, ldb, ldc, rows <= MR, vectors 1 or 2, init. */
+X86_INLINE void tile_in_pieces(const float *a, int64_t rs, int64_t cs, const float *b, int64_t ldb, float *c,
+                               int64_t ldc, int64_t kc, int rows, int vectors, tile_init init, const float *alpha,
+                               tile_pieces piece) {
 #define X86_DECLARE(r) vf c0_##r = v_zero(), c1_##r = v_zero();
 	X86_EACH_ROW(X86_DECLARE)
 #undef X86_DECLARE
@@ -82,20 +90,29 @@ X86_INLINE void tile(const float *a, int64_t rs, int64_t cs, const float *b, int
 #define X86_ROW_STEP_1(r) X86_ROW_STEP(r, 1)
 #define X86_ROW_STEP_2(r) X86_ROW_STEP(r, 2)
 #define X86_ROW_STEP_3(r) X86_ROW_STEP(r, 3)
-#define X86_STEP(u)                                                                               \
-	{                                                                                             \
-		vf b0 = v_load(b + (u) * ldb), b1 = vectors == 2 ? v_load(b + (u) * ldb + VL) : v_zero(); \
-		(void)b1;                                                                                 \
-		X86_EACH_ROW(X86_ROW_STEP_##u)                                                            \
+#define X86_STEP(u)                                                                                         \
+	{                                                                                                       \
+		vf b0 = v_load(b + (u) * ldb), b1 = vectors == 2 ? v_load(b + (u) * ldb + piece.second) : v_zero(); \
+		(void)b1;                                                                                           \
+		X86_EACH_ROW(X86_ROW_STEP_##u)                                                                      \
 	}
-	int64_t k = kc;
-	for (; k >= 4; k -= 4, a += 4 * cs, b += 4 * ldb) {
-		X86_STEP(0)
-		X86_STEP(1)
-		X86_STEP(2)
-		X86_STEP(3)
-	}
-	for (; k > 0; k--, a += cs, b += ldb) X86_STEP(0)
+	int64_t left = kc;
+	const float *a_next = a, *b_next = b;
+	do {
+		int64_t k = piece.steps && left > piece.steps ? piece.steps : left;
+		left -= k;
+		a = a_next;
+		b = b_next;
+		for (; k >= 4; k -= 4, a += 4 * cs, b += 4 * ldb) {
+			X86_STEP(0)
+			X86_STEP(1)
+			X86_STEP(2)
+			X86_STEP(3)
+		}
+		for (; k > 0; k--, a += cs, b += ldb) X86_STEP(0)
+		a_next += piece.a;
+		b_next += piece.b;
+	} while (piece.steps && left > 0);
 #undef X86_STEP
 #undef X86_ROW_STEP_0
 #undef X86_ROW_STEP_1
@@ -112,6 +129,12 @@ X86_INLINE void tile(const float *a, int64_t rs, int64_t cs, const float *b, int
 	}
 	X86_EACH_ROW(X86_FINISH)
 #undef X86_FINISH
+}
+
+/* The same in one piece. */
+X86_INLINE void tile(const float *a, int64_t rs, int64_t cs, const float *b, int64_t ldb, float *c, int64_t ldc,
+                     int64_t kc, int rows, int vectors, tile_init init, const float *alpha) {
+	tile_in_pieces(a, rs, cs, b, ldb, c, ldc, kc, rows, vectors, init, alpha, (tile_pieces){.second = VL});
 }
 
 #endif

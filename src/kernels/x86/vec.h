@@ -89,6 +89,9 @@ X86_INLINE vmask v_first(int64_t n) /* lanes below n */
 X86_INLINE vmask v_from_bits(uint32_t bits) {
 	return (vmask)bits;
 }
+X86_INLINE uint32_t v_bits(vmask m) {
+	return m;
+}
 X86_INLINE float v_largest(vf x) {
 	return _mm512_reduce_max_ps(x);
 }
@@ -153,7 +156,8 @@ X86_INLINE void v_transpose(vf r[VL]) {
 	X86_PAIR(0)
 	X86_PAIR(2)
 	X86_PAIR(4)
-	X86_PAIR(6) X86_PAIR(8) X86_PAIR(10) X86_PAIR(12) X86_PAIR(14)
+	X86_PAIR(6)
+	X86_PAIR(8) X86_PAIR(10) X86_PAIR(12) X86_PAIR(14)
 #undef X86_PAIR
 #define X86_PD(x) _mm512_castps_pd(x)
 #define X86_QUAD(i)                                                                            \
@@ -257,6 +261,9 @@ X86_INLINE vmask v_from_bits(uint32_t bits) {
 	__m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
 	return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), bit), bit));
 }
+X86_INLINE uint32_t v_bits(vmask m) {
+	return (uint32_t)_mm256_movemask_ps(m);
+}
 X86_INLINE float v_largest(vf x) {
 	__m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 	y = _mm_max_ps(y, _mm_movehl_ps(y, y));
@@ -339,12 +346,13 @@ X86_INLINE void v_transpose(vf r[VL]) {
 	u[(i) + 1] = _mm256_shuffle_ps(t[i], t[(i) + 2], 0xee);       \
 	u[(i) + 2] = _mm256_shuffle_ps(t[(i) + 1], t[(i) + 3], 0x44); \
 	u[(i) + 3] = _mm256_shuffle_ps(t[(i) + 1], t[(i) + 3], 0xee);
-		X86_QUAD(0) X86_QUAD(4)
+	X86_QUAD(0)
+	X86_QUAD(4)
 #undef X86_QUAD
 #define X86_HALF(i)                                        \
 	r[i] = _mm256_permute2f128_ps(u[i], u[(i) + 4], 0x20); \
 	r[(i) + 4] = _mm256_permute2f128_ps(u[i], u[(i) + 4], 0x31);
-			X86_HALF(0) X86_HALF(1) X86_HALF(2) X86_HALF(3)
+		X86_HALF(0) X86_HALF(1) X86_HALF(2) X86_HALF(3)
 #undef X86_HALF
 }
 #endif
