@@ -60,6 +60,7 @@ mkdir -p build
 
 stage "build release" build release && {
 	stage "C tests, release" c_tests release
+	[ -n "$quick" ] || stage "every kernel, level 2" build/release/ingot check --level 2
 	stage "Python tests" python_tests tests/python -m "not torch"
 }
 if [ -z "$quick" ]; then

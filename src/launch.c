@@ -94,7 +94,7 @@ typedef struct job {
 
 static void run_lane(void *argument, int lane) {
 	job *const j = argument;
-	void *const scratch = j->scratch + (uint64_t)lane * j->scratch_stride;
+	void *const scratch = j->scratch ? j->scratch + (uint64_t)lane * j->scratch_stride : NULL;
 	for (;;) {
 		const int64_t i = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed);
 		if (i >= j->step->tasks) return;
@@ -115,7 +115,7 @@ static void run_steps(const ingot__problem *problem, const ingot_options *option
 		         .plan = plan,
 		         .step = step,
 		         .workspace = memory,
-		         .scratch = (char *)memory + round_up(plan->workspace_bytes),
+		         .scratch = memory ? (char *)memory + round_up(plan->workspace_bytes) : NULL,
 		         .scratch_stride = round_up(plan->scratch_bytes)};
 		atomic_init(&j.next, 0);
 		const int lanes = step_lanes(step, threads);
