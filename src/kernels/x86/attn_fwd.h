@@ -46,11 +46,12 @@ enum {
 	FWD_WEIGHTS, /* the same as probabilities: fp32 or bf16 pairs */
 	FWD_K,       /* packed block */
 	FWD_V,
-	FWD_ZEROS,      /* a row of zeros */
 	FWD_STATISTICS, /* workspace: after the partial outputs, m and l of each partial row */
 	FWD_NUMBERS
 };
 _Static_assert(FWD_NUMBERS <= INGOT__PLAN_NUMBERS, "the plan has room for the numbers");
+
+enum { FWD_LONGEST = 1024 }; /* head_dim at most */
 
 /* Rows of a partial result are numbered (split, b, query head, query). */
 static inline int64_t fwd_partial_row(const ingot__problem *p, int64_t split, int64_t b, int64_t head, int64_t i) {
@@ -78,7 +79,8 @@ static inline int64_t fwd_divide_up(int64_t a, int64_t b) {
 static inline const char *fwd_refuse(const ingot__problem *p) {
 	INGOT__REFUSE_IF(p->features & (INGOT__8BIT_KV | INGOT__8BIT_Q),
 	                 "8-bit q, k or v: it reads fp32, fp16 and bf16 only");
-	INGOT__REFUSE_IF(p->head_dim > 1024 || p->head_dim_v > 1024, "head sizes above 1024 do not fit its scratch");
+	INGOT__REFUSE_IF(p->head_dim > FWD_LONGEST || p->head_dim_v > FWD_LONGEST,
+	                 "head sizes above 1024 are not among its cases");
 	return NULL;
 }
 
@@ -119,7 +121,6 @@ static inline void fwd_plan(const ingot__problem *p, int threads, ingot__plan *p
 
 	const int64_t strips = fwd_divide_up(chunk_rows * p->group, rows_of_tile),
 				  slots = strips * rows_of_tile + 2 * lanes;
-	const int64_t longest = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
 	uint64_t *end = &plan->scratch_bytes;
 	n[FWD_Q] = fwd_take(end, 4 * strips * FWD_UP(steps * rows_of_tile + lanes, lanes));
 	n[FWD_OUT] = fwd_take(end, 4 * strips * rows_of_tile * width);
@@ -134,7 +135,6 @@ static inline void fwd_plan(const ingot__problem *p, int threads, ingot__plan *p
 	n[FWD_WEIGHTS] = fwd_take(end, 4 * rows_of_tile * FWD_BLOCK / pack);
 	n[FWD_K] = fwd_take(end, 4 * FWD_BLOCK * steps);
 	n[FWD_V] = fwd_take(end, 4 * FWD_BLOCK / pack * width);
-	n[FWD_ZEROS] = fwd_take(end, 4 * (longest + 4 * lanes));
 
 	const double nanoseconds = 2.0 * p->pairs * (double)(p->head_dim + p->head_dim_v) / 64.0;
 	ingot__step *step = plan->step;
@@ -163,6 +163,9 @@ static inline void fwd_plan(const ingot__problem *p, int threads, ingot__plan *p
 
 _Static_assert(BLOCK == 192, "the host half knows the block");
 
+/* What stands for a row that must not count. */
+static const float fwd_zeros[FWD_LONGEST];
+
 typedef struct fwd_row_ends {
 	int32_t any_first, any_last; /* keys that some row sees lie in this interval */
 	int32_t all_first, all_last; /* every row sees these */
@@ -185,7 +188,6 @@ typedef struct fwd_chunk {
 	float *q, *out, *sum, *max, *scores, *weights, *k, *v;
 	int32_t *first, *last, *head, *row;
 	fwd_row_ends *ends;
-	const void *zeros;
 } fwd_chunk;
 
 X86_INLINE int64_t fwd_steps(const ingot__problem *p) {
@@ -225,7 +227,7 @@ static inline void fwd_query_rows(const fwd_chunk *c, int64_t strip, const void 
 	const ingot__problem *p = c->p;
 	for (int r = 0; r < VL; r++) {
 		const int64_t t = strip * MR + r;
-		row[r] = c->zeros;
+		row[r] = fwd_zeros;
 		if (r < MR && t < c->rows)
 			row[r] = (const char *)p->q.data +
 			         ingot__row_offset(&p->q, c->q_rows, c->head_k * p->group + c->head[t], c->row[t]) * c->q_size;
@@ -237,19 +239,28 @@ typedef struct fwd_block {
 	const void *k[BLOCK], *v[BLOCK];
 } fwd_block;
 
-/* Keys [k0, k0 + n); rows outside [first, last), which no query of the chunk sees, count as zeros. */
+/* Keys [k0, k0 + n); rows outside [first, last), which no query of the chunk sees, and those that fill a panel, are zeros. */
 static inline void fwd_block_rows(const fwd_chunk *c, fwd_block *block, int64_t k0, int64_t n, int64_t first,
                                   int64_t last) {
 	const ingot__problem *p = c->p;
-	for (int64_t j = 0; j < BLOCK; j++) {
-		const int64_t key = k0 + j;
-		block->k[j] = block->v[j] = c->zeros;
-		if (j < n && key >= first && key < last) {
-			block->k[j] =
-				(const char *)p->k.data + ingot__key_offset(p, &p->k, c->k_rows, c->pages, c->head_k, key) * c->k_size;
-			block->v[j] =
-				(const char *)p->v.data + ingot__key_offset(p, &p->v, c->k_rows, c->pages, c->head_k, key) * c->k_size;
+	const int64_t from = ingot__clamp(first - k0, 0, n), to = ingot__clamp(last - k0, from, n), end = X86_UP(n, NR);
+	for (int64_t j = 0; j < from; j++) block->k[j] = block->v[j] = fwd_zeros;
+	for (int64_t j = to; j < end; j++) block->k[j] = block->v[j] = fwd_zeros;
+	if (p->features & INGOT__PAGED) {
+		for (int64_t j = from; j < to; j++) {
+			block->k[j] = (const char *)p->k.data +
+			              ingot__key_offset(p, &p->k, c->k_rows, c->pages, c->head_k, k0 + j) * c->k_size;
+			block->v[j] = (const char *)p->v.data +
+			              ingot__key_offset(p, &p->v, c->k_rows, c->pages, c->head_k, k0 + j) * c->k_size;
 		}
+		return;
+	}
+	const char *k = (const char *)p->k.data + ingot__row_offset(&p->k, c->k_rows, c->head_k, k0) * c->k_size;
+	const char *v = (const char *)p->v.data + ingot__row_offset(&p->v, c->k_rows, c->head_k, k0) * c->k_size;
+	const int64_t k_pitch = p->k.stride[2] * c->k_size, v_pitch = p->v.stride[2] * c->k_size;
+	for (int64_t j = from; j < to; j++) {
+		block->k[j] = k + j * k_pitch;
+		block->v[j] = v + j * v_pitch;
 	}
 }
 
@@ -421,6 +432,7 @@ static inline void fwd_finish_strip(const fwd_chunk *c, int64_t strip, const ing
  * are complete, so that both wait for memory beside arithmetic. */
 static inline void fwd_strip(const fwd_chunk *c, int64_t strip, int64_t k0, int64_t n, bool fresh) {
 	if (fresh) {
+		for (int64_t r = 0; r < MR; r++) v_store(c->sum + (strip * MR + r) * VL, v_zero());
 		const void *row[VL];
 		fwd_query_rows(c, strip, row);
 		pack_strip(c->q + strip * PACK_STRIP(fwd_steps(c->p)), row, c->p->head_dim, c->p->q.dtype,
@@ -478,9 +490,6 @@ void FWD_TASK(_rows)(const ingot__problem *p, const ingot__plan *plan, void *wor
 	c.weights = (void *)(base + n[FWD_WEIGHTS]);
 	c.k = (void *)(base + n[FWD_K]);
 	c.v = (void *)(base + n[FWD_V]);
-	c.zeros = base + n[FWD_ZEROS];
-	memset(base + n[FWD_ZEROS], 0, (size_t)(4 * (p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v)));
-	memset(c.sum, 0, sizeof(float) * (size_t)(c.strips * MR * VL));
 	for (int64_t t = 0; t < c.strips * MR + VL; t++) c.max[t] = t < c.rows ? -INFINITY : 0;
 
 	fwd_see(&c);
@@ -497,13 +506,16 @@ void FWD_TASK(_rows)(const ingot__problem *p, const ingot__plan *plan, void *wor
 	}
 	if (first > begin) begin = first / BLOCK * BLOCK;
 	for (int64_t s = 0; s < c.strips; s++)
-		if (c.ends[s].any_first >= end || c.ends[s].any_last <= begin) fwd_finish_strip(&c, s, plan, workspace, split);
+		if (c.ends[s].any_first >= end || c.ends[s].any_last <= begin) {
+			for (int64_t r = 0; r < MR; r++) v_store(c.sum + (s * MR + r) * VL, v_zero());
+			fwd_finish_strip(&c, s, plan, workspace, split);
+		}
 
 	fwd_block blocks[2], *block = blocks, *next = blocks + 1;
 	if (begin < end) fwd_block_rows(&c, block, begin, ingot__clamp(end - begin, 0, BLOCK), first, last);
 	for (int64_t k0 = begin; k0 < end; k0 += BLOCK) {
 		const int64_t keys = ingot__clamp(end - k0, 0, BLOCK), more = ingot__clamp(end - k0 - BLOCK, 0, BLOCK);
-		pack_columns(c.k, block->k, X86_UP(keys, NR), p->head_dim, p->k.dtype);
+		pack_columns(c.k, block->k, X86_UP(keys, VL), p->head_dim, p->k.dtype);
 		pack_inner(c.v, BLOCK / PACK * NR, block->v, X86_UP(keys, PACK), p->head_dim_v, p->v.dtype);
 		if (more) fwd_block_rows(&c, next, k0 + BLOCK, more, first, last);
 		int64_t seeing = 0, seen = 0;
