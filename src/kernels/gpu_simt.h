@@ -116,22 +116,33 @@ DEVICE void load_chunk(const ingot__gpu_args &a, const attention &t, bool keys, 
 	}
 }
 
-/* dot[x] += sum over columns of A[owner row][.] B[4 x + quarter][.], in short runs: one long chain of additions would lose more
- * bits than the textbook algorithm may. */
-DEVICE void dot_chunk(const float (*A)[PITCH], const float (*B)[PITCH], float dot[QUARTER]) {
+/* A sum with the part that its rounding lost (Neumaier). Scores may be large and differ little: one long chain of fp32 additions
+ * would lose more bits of them than the textbook algorithm may. */
+struct exact_sum {
+	float sum, lost;
+};
+
+DEVICE void add_exactly(exact_sum &s, float x) {
+	const float next = s.sum + x, back = next - s.sum;
+	s.lost += (s.sum - (next - back)) + (x - back);
+	s.sum = next;
+}
+
+/* An infinite sum stays what it is: what it "lost" is no number. */
+DEVICE float total_of(const exact_sum &s) {
+	return isinf(s.sum) ? s.sum : s.sum + s.lost;
+}
+
+/* dot[x] += sum over columns of A[owner row][.] B[4 x + quarter][.] */
+DEVICE void dot_chunk(const float (*A)[PITCH], const float (*B)[PITCH], exact_sum dot[QUARTER]) {
 	const int r = thread_id() / 4, quarter = thread_id() & 3;
-	for (int c0 = 0; c0 < CHUNK; c0 += 8) {
-		float part[QUARTER];
+	for (int c = 0; c < CHUNK; c += 4) {
+		const float x0 = A[r][c], x1 = A[r][c + 1], x2 = A[r][c + 2], x3 = A[r][c + 3];
 #pragma unroll
-		for (int n = 0; n < QUARTER; n++) part[n] = 0;
-#pragma unroll
-		for (int c = c0; c < c0 + 8; c++) {
-			const float x = A[r][c];
-#pragma unroll
-			for (int n = 0; n < QUARTER; n++) part[n] = fmaf(x, B[4 * n + quarter][c], part[n]);
+		for (int n = 0; n < QUARTER; n++) {
+			const float *const y = &B[4 * n + quarter][c];
+			add_exactly(dot[n], fmaf(x0, y[0], x1 * y[1]) + fmaf(x2, y[2], x3 * y[3]));
 		}
-#pragma unroll
-		for (int n = 0; n < QUARTER; n++) dot[n] += part[n];
 	}
 }
 

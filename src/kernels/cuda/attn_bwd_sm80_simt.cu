@@ -103,22 +103,28 @@ struct tiles {
 /* The dots of an owner tile with another tile: q.k into s and dout.v into g, for owners that are queries or keys. */
 DEVICE void dots(const ingot__gpu_args &a, const attention &t, tiles &m, bool owner_is_key, int i0, int i_last, int j0,
                  int j_first, int j_last, float s[QUARTER], float g[QUARTER], bool need_g) {
+	exact_sum qk[QUARTER], dov[QUARTER];
 #pragma unroll
-	for (int n = 0; n < QUARTER; n++) s[n] = g[n] = 0;
+	for (int n = 0; n < QUARTER; n++) qk[n].sum = qk[n].lost = dov[n].sum = dov[n].lost = 0;
 	float(*const Q)[PITCH] = owner_is_key ? m.B : m.A, (*const K)[PITCH] = owner_is_key ? m.A : m.B;
 	for (int c0 = 0; c0 < a.head_dim; c0 += CHUNK) {
 		block_barrier();
 		load_chunk(a, t, false, Q, a.q, a.q_stride, a.q_dtype, i0, 0, i_last, c0, a.head_dim);
 		load_chunk(a, t, true, K, a.k, a.k_stride, a.kv_dtype, j0, j_first, j_last, c0, a.head_dim);
 		block_barrier();
-		dot_chunk(m.A, m.B, s);
+		dot_chunk(m.A, m.B, qk);
 	}
 	for (int c0 = 0; need_g && c0 < a.head_dim_v; c0 += CHUNK) {
 		block_barrier();
 		load_chunk(a, t, false, Q, a.dout, a.dout_stride, a.number[DOUT_DTYPE], i0, 0, i_last, c0, a.head_dim_v);
 		load_chunk(a, t, true, K, a.v, a.v_stride, a.kv_dtype, j0, j_first, j_last, c0, a.head_dim_v);
 		block_barrier();
-		dot_chunk(m.A, m.B, g);
+		dot_chunk(m.A, m.B, dov);
+	}
+#pragma unroll
+	for (int n = 0; n < QUARTER; n++) {
+		s[n] = total_of(qk[n]);
+		g[n] = total_of(dov[n]);
 	}
 }
 

@@ -80,20 +80,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80_simt(const _
 #pragma unroll
 		for (int c = 0; c < COLUMNS; c++) out[c] = 0;
 		for (int j0 = first / TILE * TILE; j0 < last; j0 += TILE) {
+			exact_sum dot[QUARTER];
 			float s[QUARTER], best = -INFINITY;
 #pragma unroll
-			for (int n = 0; n < QUARTER; n++) s[n] = 0;
+			for (int n = 0; n < QUARTER; n++) dot[n].sum = dot[n].lost = 0;
 			for (int c0 = 0; c0 < a.head_dim; c0 += CHUNK) {
 				block_barrier();
 				load_chunk(a, t, false, A, a.q, a.q_stride, a.q_dtype, i0, 0, t.q.count, c0, a.head_dim);
 				load_chunk(a, t, true, B, a.k, a.k_stride, a.kv_dtype, j0, first, last, c0, a.head_dim);
 				block_barrier();
-				dot_chunk(A, B, s);
+				dot_chunk(A, B, dot);
 			}
 #pragma unroll
 			for (int n = 0; n < QUARTER; n++) {
 				float slope;
-				s[n] = score_of(a, t, s[n], i0 + r, j0 + 4 * n + quarter, &slope);
+				s[n] = score_of(a, t, total_of(dot[n]), i0 + r, j0 + 4 * n + quarter, &slope);
 				best = fmaxf(best, s[n]);
 			}
 			best = fmaxf(best, lane_xor(best, 1));
