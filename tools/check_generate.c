@@ -142,7 +142,8 @@ typedef struct pair {
 static const pair *pairs(int64_t *count) {
 	static pair list[2 * FEATURES * FEATURES];
 	static int64_t n;
-	for (int op = FWD; n == 0 && op <= BWD; op++)
+	const bool made = n > 0;
+	for (int op = FWD; !made && op <= BWD; op++)
 		for (int i = 0; i < FEATURES; i++)
 			for (int j = i + 1; j < FEATURES; j++)
 				if (can_meet(i, j, op)) list[n++] = (pair){(unsigned char)i, (unsigned char)j, (unsigned char)op};

@@ -120,7 +120,7 @@ static bool read_integer(const char *text, int64_t low, int64_t high, int64_t *x
 
 static bool read_number(const char *text, double *x) {
 	char *end;
-	*x = strtod(text, &end);
+	*x = (double)(float)strtod(text, &end); /* the call's own type, so that nine digits print it exactly */
 	return end != text && !*end && isfinite(*x);
 }
 

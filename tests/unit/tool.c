@@ -1,0 +1,214 @@
+/* The parts that `ingot check` stands on: problem lines, values of the storage types, the rule, the oracle, tuning rows. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "kernels/cpu.h"
+#include "rows.h"
+#include "rule.h"
+
+/* Printing and reading again gives the same problem, for every line of the tiers and many generated ones. */
+static void test_lines_round_trip(void **state) {
+	problem p, q;
+	char line[PROBLEM_TEXT], again[PROBLEM_TEXT], error[256];
+	for (int t = 0; t < CHECK_TIERS; t++)
+		for (int i = 0; i < check_tiers[t].count; i++) {
+			if (!problem_parse(check_tiers[t].lines[i], &p, error, sizeof error))
+				fail_msg("%s: %s", check_tiers[t].lines[i], error);
+			problem_print(&p, line, sizeof line);
+			if (!problem_parse(line, &q, error, sizeof error)) fail_msg("%s: %s", line, error);
+			problem_print(&q, again, sizeof again);
+			assert_string_equal(line, again);
+			if (p.op != TOOL_APPEND && p.op != TOOL_MASK && p.op != TOOL_MERGE) assert_memory_equal(&p, &q, sizeof p);
+		}
+	for (int64_t i = 0; i < 5000; i++) {
+		check_generate(i % 2 ? 2 : 3, i, tool_hash(1, 2, (uint64_t)i), &p);
+		problem_print(&p, line, sizeof line);
+		if (!problem_parse(line, &q, error, sizeof error)) fail_msg("%s: %s", line, error);
+		if (memcmp(&p, &q, sizeof p) != 0) {
+			problem_print(&q, again, sizeof again);
+			fail_msg("%s comes back as %s", line, again);
+		}
+	}
+}
+
+static void test_bad_lines_are_named(void **state) {
+	static const struct {
+		const char *line, *named;
+	} bad[] = {{"", "no problem"},
+	           {"sdpa:b1", "sdpa"},
+	           {"fwd:b1,frobnicate", "frobnicate"},
+	           {"fwd:b-1", "b-1"},
+	           {"fwd:window=3", "window"},
+	           {"fwd:bias=f31", "bias=f31"},
+	           {"fwd:b2,ql=3", "ql"},
+	           {"fwd:b99999999999999999999", "from 0"}};
+	problem p;
+	char error[256];
+	for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+		assert_false(problem_parse(bad[i].line, &p, error, sizeof error));
+		if (!strstr(error, bad[i].named)) fail_msg("%s: \"%s\" does not name \"%s\"", bad[i].line, error, bad[i].named);
+	}
+}
+
+/* The command's conversions and the library's were written apart: they must agree on every code and every rounding. */
+static void test_values_agree_with_the_library(void **state) {
+	for (int32_t dtype = INGOT_F16; dtype <= INGOT_F8_E5M2_FNUZ; dtype++) {
+		const int codes = tool_dtype_size(dtype) == 1 ? 256 : 65536;
+		for (int code = 0; code < codes; code++) {
+			const uint16_t cell = (uint16_t)code;
+			const float a = tool_load(&cell, 0, dtype), b = ingot__load(&cell, 0, dtype);
+			if (!(a == b || (isnan(a) && isnan(b))) || signbit(a) != signbit(b))
+				fail_msg("%s code 0x%x: %g and %g", tool_dtype_name(dtype), code, (double)a, (double)b);
+		}
+		for (uint64_t i = 0; i < 400000; i++) {
+			uint32_t bits = (uint32_t)tool_hash(5, (uint64_t)dtype, i);
+			if (i % 2) bits = (bits & 0x807fffffu) | (0x70u + (bits >> 23) % 0x1f) << 23; /* near 1 */
+			float x;
+			memcpy(&x, &bits, 4);
+			uint32_t a = 0, b = 0;
+			tool_store(&a, 0, dtype, x);
+			ingot__store(&b, 0, dtype, x);
+			if (a != b && !(isnan(x) && isnan(tool_load(&a, 0, dtype)) && isnan(tool_load(&b, 0, dtype))))
+				fail_msg("%s of %.9g: 0x%x and 0x%x", tool_dtype_name(dtype), (double)x, a, b);
+		}
+	}
+}
+
+static void test_ulp(void **state) {
+	assert_true(tool_ulp(INGOT_BF16, 1.0) == 0x1p-7);
+	assert_true(tool_ulp(INGOT_BF16, 1.99) == 0x1p-7);
+	assert_true(tool_ulp(INGOT_BF16, 2.0) == 0x1p-6);
+	assert_true(tool_ulp(INGOT_F16, 0) == 0x1p-24);
+	assert_true(tool_ulp(INGOT_F16, 65504) == 32);
+	assert_true(tool_ulp(INGOT_F32, 1) == 0x1p-23);
+}
+
+static void test_the_rule(void **state) {
+	const double want[4] = {1, -2, 0.5, 0}, good[4] = {1, -2, 0.5, 1e-6}, yardstick[4] = {1, -2, 0.5, 0};
+	assert_true(rule_apply(RULE_VALUE, good, want, yardstick, 4, INGOT_F32, -1).pass);
+	const double far[4] = {1, -2, 0.5, 3e-6};
+	const rule_result r = rule_apply(RULE_VALUE, far, want, yardstick, 4, INGOT_F32, -1);
+	assert_false(r.pass);
+	assert_int_equal(r.index, 3);
+	/* the yardstick's error widens it */
+	const double loose[4] = {1 + 1e-6, -2, 0.5, 0};
+	assert_true(rule_apply(RULE_VALUE, far, want, loose, 4, INGOT_F32, -1).pass);
+	/* NaN where the reference has none, and none where it has one */
+	const double nan_got[4] = {1, -2, (double)NAN, 0};
+	assert_false(rule_apply(RULE_VALUE, nan_got, want, yardstick, 4, INGOT_F32, -1).pass);
+	assert_false(rule_apply(RULE_VALUE, want, nan_got, nan_got, 4, INGOT_F32, -1).pass);
+	assert_true(rule_apply(RULE_VALUE, nan_got, nan_got, nan_got, 4, INGOT_F32, -1).pass);
+	/* many small errors fail by their norm though none fails alone */
+	enum { N = 1000 };
+	static double zero[N], slight[N], rare[N];
+	for (int i = 0; i < N; i++) slight[i] = 2.5e-6;
+	rare[0] = 1e-6;
+	assert_false(rule_apply(RULE_VALUE, slight, zero, rare, N, INGOT_F32, -1).pass);
+	/* overflow of fp16 is Inf, and nothing else is */
+	const double large[1] = {70000}, infinite[1] = {(double)INFINITY}, most[1] = {65504};
+	assert_true(rule_apply(RULE_VALUE, infinite, large, infinite, 1, INGOT_F16, -1).pass);
+	assert_false(rule_apply(RULE_VALUE, most, large, infinite, 1, INGOT_F16, -1).pass);
+	assert_false(rule_apply(RULE_VALUE, infinite, most, most, 1, INGOT_F16, -1).pass);
+	/* lse: an infinity must be the reference's own */
+	const double none[1] = {-(double)INFINITY}, some[1] = {-80};
+	assert_true(rule_apply(RULE_LSE, none, none, none, 1, INGOT_F32, -1).pass);
+	assert_false(rule_apply(RULE_LSE, some, none, none, 1, INGOT_F32, -1).pass);
+}
+
+/* Two rows, two keys, by hand; a row without keys; the known answer of the generator. */
+static void test_the_oracle(void **state) {
+	const float q[2] = {1, 2}, k[2] = {1, -1}, v[2] = {3, 5}, dout[2] = {1, 1};
+	const int64_t two = 2;
+	oracle o = {.batch = 1,
+	            .heads_q = 1,
+	            .heads_k = 1,
+	            .max_q = 2,
+	            .max_k = 2,
+	            .d = 1,
+	            .dv = 1,
+	            .len_q = &two,
+	            .len_k = &two,
+	            .q = q,
+	            .k = k,
+	            .v = v,
+	            .scale = 1,
+	            .left = INT32_MAX,
+	            .right = -1,
+	            .dout = dout};
+	oracle_run(&o);
+	/* right = -1: row 0 sees nothing, row 1 sees key 0 alone */
+	assert_true(o.out[0] == 0 && isinf(o.lse[0]) && o.lse[0] < 0 && o.dq[0] == 0);
+	assert_true(o.out[1] == 3 && fabs(o.lse[1] - 2) < 1e-12 && o.dv_out[0] == 1 && o.dv_out[1] == 0);
+	oracle_release(&o);
+	o.right = INT32_MAX;
+	oracle_run(&o);
+	const double p = 1 / (1 + exp(-4.0));
+	assert_true(fabs(o.out[1] - (3 * p + 5 * (1 - p))) < 1e-12);
+	assert_true(fabs(o.dq[1] - (-4 * p * (1 - p))) < 1e-12);
+	oracle_release(&o);
+	/* Random123's known answer: counter and key all ones */
+	uint32_t word[4];
+	oracle_philox(~0ull, ~0ull, ~0ull, word);
+	assert_int_equal(word[0], 0x408f276d);
+	assert_int_equal(word[1], 0x41c83b0e);
+	assert_int_equal(word[2], 0xa20bc7c6);
+	assert_int_equal(word[3], 0x6d5451fd);
+}
+
+static void test_rows(void **state) {
+	char path[] = "rows-XXXXXX", error[256];
+	close(mkstemp(path));
+	row a = {.op = "attn_fwd",
+	         .arch = "avx2",
+	         .bucket = "f32",
+	         .implementation = "attn_fwd_avx2",
+	         .variant = "general",
+	         .microseconds = 10,
+	         .digest = "d1",
+	         .device = "m",
+	         .date = "2026-01-01"};
+	assert_true(rows_merge(path, &a, 1, error, sizeof error));
+	assert_true(rows_verify(path, "attn_fwd_avx2", 42, 0.5, error, sizeof error));
+	a.microseconds = 9;
+	assert_true(rows_merge(path, &a, 1, error, sizeof error)); /* the same source keeps its evidence */
+	row b = a;
+	strcpy(b.bucket, "bf16");
+	assert_true(rows_merge(path, &b, 1, error, sizeof error)); /* another size of it shares it */
+	char text[2048] = "";
+	FILE *f = fopen(path, "r");
+	const size_t n = fread(text, 1, sizeof text - 1, f);
+	text[n] = 0;
+	fclose(f);
+	assert_non_null(strstr(text, "attn_fwd\tavx2\tbf16\tattn_fwd_avx2\tgeneral\t9.0\t0.500\t42\td1"));
+	assert_non_null(strstr(text, "attn_fwd\tavx2\tf32\tattn_fwd_avx2\tgeneral\t9.0\t0.500\t42\td1"));
+	strcpy(a.digest, "d2");
+	assert_true(rows_merge(path, &a, 1, error, sizeof error)); /* a changed source has none */
+	f = fopen(path, "r");
+	text[fread(text, 1, sizeof text - 1, f)] = 0;
+	fclose(f);
+	assert_non_null(strstr(text, "f32\tattn_fwd_avx2\tgeneral\t9.0\t0.000\t0\td2"));
+	unlink(path);
+}
+
+int main(void) {
+	const struct CMUnitTest tests[] = {
+		cmocka_unit_test(test_lines_round_trip),
+		cmocka_unit_test(test_bad_lines_are_named),
+		cmocka_unit_test(test_values_agree_with_the_library),
+		cmocka_unit_test(test_ulp),
+		cmocka_unit_test(test_the_rule),
+		cmocka_unit_test(test_the_oracle),
+		cmocka_unit_test(test_rows),
+	};
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}
