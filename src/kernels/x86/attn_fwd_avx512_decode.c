@@ -12,8 +12,8 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 }
 
 static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
-	(void)device, (void)threads;
-	decode_plan(p, out, 16);
+	(void)device;
+	decode_plan(p, out, threads, 16);
 }
 
 extern const ingot__impl DECODE_IMPL;

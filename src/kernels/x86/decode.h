@@ -1,13 +1,16 @@
 /*
- * Attention forward for few query rows, where the time goes into reading K and V: each row of them is read once, in place, for
- * all query rows that share its key head, while the next block of keys is fetched into L2. A task is one key head of one
- * sequence, up to TILE query rows and a range of keys; ranges are decided by sizes that the host knows and by the sequence's
- * own length, and merged in order by a second step, so results are the same for any number of threads. Included by the files
- * attn_fwd_*_decode.c, which define DECODE_NAME and tell decode_plan their vector length.
+ * Attention forward for few query rows, where the time goes into reading K and V. Each row of them is read once, in place, for
+ * all query rows that share its key head. An item is one key head of one sequence, up to TILE query rows and a range of keys;
+ * ranges are decided by sizes that the host knows and by the sequence's own length, and merged in order by a second step, so
+ * results are the same for any number of threads. A task is a run of items. Included by the files attn_fwd_*_decode.c, which
+ * define DECODE_NAME and tell decode_plan their vector length.
  *
  * K and V are walked through tables of row pointers, a block of keys at a time: pages and strides are dealt with there and
- * nowhere else. Elements of a row are taken in units of 2 VL: two vectors, one line of 16-bit elements on AVX-512. bf16 units
- * are split into even and odd elements by a shift and a mask, which needs no shuffle; Q and O are kept in that order too.
+ * nowhere else. While a block's K is multiplied its V is fetched, and with its V the K of the block after, be it the next
+ * item's: the hardware does not see that far ahead. Elements of a row are taken in units of 2 VL: two vectors, one line of
+ * 16-bit elements on AVX-512. bf16 units are split into even and odd elements by a shift and a mask, which needs no shuffle; Q
+ * and O are kept in that order too. vdpbf16ps is not used: where 512-bit products go to two ports it does half of what
+ * fp32 does, and it would round P.
  */
 #ifndef INGOT_KERNELS_X86_DECODE_H
 #define INGOT_KERNELS_X86_DECODE_H
@@ -27,11 +30,12 @@ enum {
 	ROWS_MOST = 64,        /* query rows per key head: beyond, packing K and V pays */
 	PART_BLOCKS = 8,       /* the fewest blocks worth a task of their own */
 	INVARIANT_BLOCKS = 16, /* blocks in a task when results must not depend on the batch */
-	TASKS_WANTED = 128
+	ITEMS_WANTED = 128,
+	TASKS_PER_THREAD = 8
 };
 
 /* plan->number */
-enum { N_PARTS, N_TILES, N_TILE_ROWS, N_Q_PITCH, N_O_PITCH, N_RECORD };
+enum { N_PARTS, N_TILES, N_TILE_ROWS, N_Q_PITCH, N_O_PITCH, N_RECORD, N_ITEMS, N_RUN };
 
 /* A row's own terms and its running softmax. */
 typedef struct query_row {
@@ -50,7 +54,7 @@ typedef struct row_table {
  * workspace. */
 typedef struct decode_scratch {
 	row_table table[2];
-	query_row row[TILE];
+	query_row row[2][TILE];
 	float alpha[TILE];
 } decode_scratch;
 
@@ -74,7 +78,7 @@ static inline const char *decode_refuse(const ingot__problem *p) {
 }
 
 /* lanes: floats in a vector. */
-static inline void decode_plan(const ingot__problem *p, ingot__plan *out, int64_t lanes) {
+static inline void decode_plan(const ingot__problem *p, ingot__plan *out, int threads, int64_t lanes) {
 	const int64_t rows = p->q_side.max_seqlen * p->group, sequences = p->batch * p->heads_k;
 	if (rows == 0 || sequences == 0) return;
 	const int64_t tile_rows = round_up(rows < TILE ? rows : TILE, 4), tiles = (rows + TILE - 1) / TILE;
@@ -85,7 +89,7 @@ static inline void decode_plan(const ingot__problem *p, ingot__plan *out, int64_
 	const int64_t width = p->left + p->right + 1 + p->q_side.max_seqlen;
 	if (width < span) span = width < 0 ? 0 : width;
 	const int64_t blocks = (span + KEYS - 1) / KEYS;
-	int64_t parts = blocks / PART_BLOCKS, wanted = (TASKS_WANTED + sequences * tiles - 1) / (sequences * tiles);
+	int64_t parts = blocks / PART_BLOCKS, wanted = (ITEMS_WANTED + sequences * tiles - 1) / (sequences * tiles);
 	if (parts > wanted) parts = wanted;
 	if (p->batch_invariant) parts = (blocks + INVARIANT_BLOCKS - 1) / INVARIANT_BLOCKS;
 	if (parts < 1) parts = 1;
@@ -100,13 +104,20 @@ static inline void decode_plan(const ingot__problem *p, ingot__plan *out, int64_
 	out->scratch_bytes = (uint64_t)round_up(sizeof(decode_scratch), 64) +
 	                     (uint64_t)(tile_rows * (KEYS + lanes + q_pitch) + record) * sizeof(float);
 
-	/* nanoseconds: a core reads some 12 bytes and multiplies some 16 pairs in one */
+	/* A task is a run of items, each of which fetches the start of the next. Only runs depend on the number of threads. */
+	const int64_t items = sequences * tiles * parts, tasks = threads > 1 ? (int64_t)threads * TASKS_PER_THREAD : 1;
+	const int64_t run = (items + tasks - 1) / tasks;
 	const double elements = (double)(sequences * span) * (double)(p->head_dim + p->head_dim_v);
-	const double reading = elements * ingot__dtype_size(p->k.dtype) / 12, products = elements * (double)rows / 16;
+	const double bytes = elements * ingot__dtype_size(p->k.dtype);
+	out->number[N_ITEMS] = items;
+	out->number[N_RUN] = run;
+
+	/* nanoseconds: what a core reads from cache or memory, and multiplies, in one */
+	const double reading = bytes / (bytes < 1e6 ? 40 : 15), products = elements * (double)rows / 20;
 	out->step[out->steps++] = (ingot__step){.name = parts > 1 ? "parts" : "whole",
 	                                        .task = DECODE_TASK(_part),
-	                                        .tasks = sequences * tiles * parts,
-	                                        .work = (reading > products ? reading : products) + 300};
+	                                        .tasks = (items + run - 1) / run,
+	                                        .work = (reading > products ? reading : products) + 200.0 * (double)items};
 	if (parts == 1) return;
 	out->workspace_bytes = (uint64_t)(sequences * tiles * parts * record) * sizeof(float);
 	out->step[out->steps++] = (ingot__step){.name = "merge",
@@ -123,7 +134,8 @@ enum { UNIT = 2 * VL };
 
 #define LOG2E 1.44269504088896340736f
 
-/* Where the next block's rows are fetched to. Not L1: its few miss buffers are what limits a core that reads. */
+/* Fetched into L2, not L1, whose few miss buffers are what limits a core that reads. The non-temporal hint is the worst: 2 to 4
+ * GB/s of 28 on an Intel model 207. */
 #ifndef DECODE_HINT
 #define DECODE_HINT _MM_HINT_T1
 #endif
@@ -559,8 +571,8 @@ X86_INLINE float soften(const context *c, query_row *row, int64_t k0, int count,
 	return alpha;
 }
 
-/* Pointers to `count` rows of K and V from key k0 on, and the last one again up to `filled`. */
-static void fill_table(const context *c, row_table *t, int64_t k0, int count, int filled) {
+/* Pointers to `count` rows of K and V from key k0 on, and the last one again in the rest. */
+static void fill_table(const context *c, row_table *t, int64_t k0, int count) {
 	const ingot__problem *const p = c->p;
 	const int64_t size = ingot__dtype_size(p->k.dtype);
 	const char *const k = p->k.data, *const v = p->v.data;
@@ -582,7 +594,7 @@ static void fill_table(const context *c, row_table *t, int64_t k0, int count, in
 		for (int j = 0; j < count; j++) t->k[j] = kr + j * k_step;
 		for (int j = 0; j < count; j++) t->v[j] = vr + j * v_step;
 	}
-	for (int j = count; j < filled; j++) t->k[j] = t->k[count - 1], t->v[j] = t->v[count - 1];
+	for (int j = count; j < KEYS; j++) t->k[j] = t->k[count - 1], t->v[j] = t->v[count - 1];
 }
 
 /* ---- rows of Q and O ------------------------------------------------------------------------------------------------ */
@@ -692,88 +704,123 @@ static void finish_row(const ingot__problem *p, const share *s, int r, float top
 	}
 }
 
-void DECODE_TASK(_part)(const ingot__problem *p, const ingot__plan *plan, void *workspace, void *scratch,
-                        int64_t index) {
-	const int64_t *const number = plan->number;
-	const int64_t tiles = number[N_TILES], parts = number[N_PARTS], tile_rows = number[N_TILE_ROWS];
-	const int64_t q_pitch = number[N_Q_PITCH], o_pitch = number[N_O_PITCH];
-	const int64_t tile = index % tiles, part = index / tiles % parts;
-	const share mine = share_of(p, tile, index / tiles / parts);
-	if (mine.rows == 0) return;
-	context c = {.p = p, .keys = ingot__key_rows(p, mine.b), .head_k = mine.head_k};
-	c.terms = (p->features & (INGOT__SOFTCAP | INGOT__ALIBI | INGOT__BIAS | INGOT__BIAS_BOOL)) != 0;
-	c.scale = (float)p->softmax_scale;
-	if (p->features & INGOT__8BIT_KV) {
-		const int64_t head = mine.head_k * p->group;
-		c.scale *= factor_8bit(p->k.dtype) * ingot__descale(p, &p->k_descale, mine.b, head);
-	}
-	int64_t unused;
-	if (p->features & INGOT__PAGED) c.pages = ingot__page_list(p, mine.b, &unused);
+/* One tile of one key head with its range of keys. */
+typedef struct item {
+	share mine;
+	context c;
+	query_row *row;
+	int64_t begin, end;
+	bool tabled; /* its first block is in the table */
+} item;
 
-	decode_scratch *const own = scratch;
-	float *const s = (float *)((char *)scratch + round_up(sizeof *own, 64));
-	float *const sums = s + tile_rows * KEYS, *const q = sums + tile_rows * VL;
-	float *const o = parts > 1 ? (float *)workspace + index * number[N_RECORD] : q + tile_rows * q_pitch;
+static void place_item(const ingot__problem *p, const ingot__plan *plan, int64_t index, query_row *row, item *it) {
+	const int64_t tiles = plan->number[N_TILES], parts = plan->number[N_PARTS], part = index / tiles % parts;
+	*it = (item){.mine = share_of(p, index % tiles, index / tiles / parts), .row = row};
+	it->c = (context){.p = p, .keys = ingot__key_rows(p, it->mine.b), .head_k = it->mine.head_k};
+	it->c.terms = (p->features & (INGOT__SOFTCAP | INGOT__ALIBI | INGOT__BIAS | INGOT__BIAS_BOOL)) != 0;
+	it->c.scale = (float)p->softmax_scale;
+	if (p->features & INGOT__8BIT_KV)
+		it->c.scale *=
+			factor_8bit(p->k.dtype) * ingot__descale(p, &p->k_descale, it->mine.b, it->mine.head_k * p->group);
+	int64_t unused;
+	if (p->features & INGOT__PAGED) it->c.pages = ingot__page_list(p, it->mine.b, &unused);
 
 	int64_t low = INT64_MAX, high = 0;
-	for (int r = 0; r < mine.rows; r++)
-		place_row(&c, &mine, query_of(p, &mine, r), head_of(p, &mine, r), &own->row[r], &low, &high);
+	for (int r = 0; r < it->mine.rows; r++)
+		place_row(&it->c, &it->mine, query_of(p, &it->mine, r), head_of(p, &it->mine, r), row + r, &low, &high);
 	if (low > high) low = high;
 	const int64_t blocks = (high - low + KEYS - 1) / KEYS;
-	int64_t share_blocks = INVARIANT_BLOCKS;
-	if (!p->batch_invariant) {
+	int64_t share_blocks = blocks;
+	if (p->batch_invariant) {
+		share_blocks = INVARIANT_BLOCKS;
+	} else if (parts > 1) {
 		const int64_t useful = ingot__clamp(blocks / PART_BLOCKS, 1, parts);
 		share_blocks = (blocks + useful - 1) / useful;
 	}
-	const int64_t begin = low + part * share_blocks * KEYS;
-	const int64_t end = begin + share_blocks * KEYS < high ? begin + share_blocks * KEYS : high;
+	it->begin = low + part * share_blocks * KEYS;
+	it->end = it->begin + share_blocks * KEYS < high ? it->begin + share_blocks * KEYS : high;
+}
 
-	if (begin < end) {
-		for (int r = 0; r < mine.rows; r++) {
-			const int64_t at = ingot__row_offset(&p->q, mine.span, head_of(p, &mine, r), query_of(p, &mine, r));
-			load_query(p, (const char *)p->q.data + at * ingot__dtype_size(p->q.dtype), q + r * q_pitch);
-		}
-		memset(q + mine.rows * q_pitch, 0, (size_t)((mine.padded - mine.rows) * q_pitch) * sizeof *q);
-		memset(sums, 0, (size_t)(mine.padded * VL) * sizeof *sums);
-		memset(o, 0, (size_t)(mine.padded * o_pitch) * sizeof *o);
-		for (int r = mine.rows; r < mine.padded; r++) own->alpha[r] = 0;
+static int block_at(const item *it, int64_t k0) {
+	return (int)ingot__clamp(it->end - k0, 0, KEYS);
+}
 
-		scores_fn *const *const score = scores_of[p->k.dtype];
-		values_fn *const *const value = values_of[p->v.dtype];
-		int count = (int)(end - begin < KEYS ? end - begin : KEYS), now = 0;
-		fill_table(&c, &own->table[0], begin, count, (int)round_up(count, VL));
-		for (int64_t k0 = begin; k0 < end; k0 += KEYS, now ^= 1) {
-			const row_table *const t = &own->table[now], *ahead = t;
-			const int more = (int)ingot__clamp(end - k0 - KEYS, 0, KEYS);
-			if (more) {
-				fill_table(&c, &own->table[now ^ 1], k0 + KEYS, more, KEYS);
-				ahead = &own->table[now ^ 1];
-			}
-			/* the first product fetches for all; the others find what it fetched */
-			for (int r = 0, log; r < mine.rows; r += 1 << log) {
-				log = chunk_log(mine.rows - r);
-				score[log](q + r * q_pitch, q_pitch, t->k, r ? t->k : ahead->k, count, p->head_dim, s + r * KEYS);
-			}
-			for (int r = 0; r < mine.rows; r++)
-				own->alpha[r] = soften(&c, &own->row[r], k0, count, s + r * KEYS, sums + r * VL);
-			for (int r = 0, log; r < mine.rows; r += 1 << log) {
-				log = chunk_log(mine.rows - r);
-				value[log](s + r * KEYS, own->alpha + r, t->v, r ? t->v : ahead->v, count, p->head_dim_v,
-				           o + r * o_pitch, o_pitch);
-			}
-			count = more;
-		}
-	}
+/* Task: a run of items. */
+void DECODE_TASK(_part)(const ingot__problem *p, const ingot__plan *plan, void *workspace, void *scratch,
+                        int64_t index) {
+	const int64_t *const number = plan->number;
+	const int64_t parts = number[N_PARTS], tile_rows = number[N_TILE_ROWS];
+	const int64_t q_pitch = number[N_Q_PITCH], o_pitch = number[N_O_PITCH];
+	const int64_t first = index * number[N_RUN];
+	const int64_t last = first + number[N_RUN] < number[N_ITEMS] ? first + number[N_RUN] : number[N_ITEMS];
+	decode_scratch *const own = scratch;
+	float *const s = (float *)((char *)scratch + round_up(sizeof *own, 64));
+	float *const sums = s + tile_rows * KEYS, *const q = sums + tile_rows * VL;
+	scores_fn *const *const score = scores_of[p->k.dtype];
+	values_fn *const *const value = values_of[p->v.dtype];
 
-	float *const tops = o + tile_rows * o_pitch, *const totals = tops + tile_rows;
-	for (int r = 0; r < mine.rows; r++) {
-		const float total = begin < end ? v_sum(v_load(sums + r * VL)) : 0;
-		if (parts > 1) {
-			tops[r] = own->row[r].top;
-			totals[r] = total;
-		} else {
-			finish_row(p, &mine, r, own->row[r].top, total, o + r * o_pitch);
+	item pair[2];
+	int now = 0; /* the table of the current block */
+	for (int64_t n = first; n < last; n++) {
+		item *const it = &pair[(n - first) & 1], *const next = &pair[(n + 1 - first) & 1];
+		if (n == first) place_item(p, plan, n, own->row[0], it);
+		float *const o = parts > 1 ? (float *)workspace + n * number[N_RECORD] : q + tile_rows * q_pitch;
+		const share *const mine = &it->mine;
+		const int rows = mine->rows;
+		bool placed = false;
+		if (rows && it->begin < it->end) {
+			for (int r = 0; r < rows; r++) {
+				const int64_t at = ingot__row_offset(&p->q, mine->span, head_of(p, mine, r), query_of(p, mine, r));
+				load_query(p, (const char *)p->q.data + at * ingot__dtype_size(p->q.dtype), q + r * q_pitch);
+			}
+			memset(q + rows * q_pitch, 0, (size_t)((mine->padded - rows) * q_pitch) * sizeof *q);
+			memset(sums, 0, (size_t)(mine->padded * VL) * sizeof *sums);
+			memset(o, 0, (size_t)(mine->padded * o_pitch) * sizeof *o);
+			for (int r = rows; r < mine->padded; r++) own->alpha[r] = 0;
+			int count = block_at(it, it->begin);
+			if (!it->tabled) fill_table(&it->c, &own->table[now], it->begin, count);
+			for (int64_t k0 = it->begin; k0 < it->end; k0 += KEYS, now ^= 1) {
+				const row_table *const t = &own->table[now], *ahead = t;
+				row_table *const after = &own->table[now ^ 1];
+				const int more = block_at(it, k0 + KEYS);
+				if (more) {
+					fill_table(&it->c, after, k0 + KEYS, more);
+					ahead = after;
+				} else if (n + 1 < last) {
+					place_item(p, plan, n + 1, own->row[(n + 1 - first) & 1], next);
+					placed = true;
+					if (next->mine.rows && next->begin < next->end) {
+						fill_table(&next->c, after, next->begin, block_at(next, next->begin));
+						next->tabled = true;
+						ahead = after;
+					}
+				}
+				/* K's rows fetch V's, and V's the next block's K; later products find what the first one fetched */
+				for (int r = 0, log; r < rows; r += 1 << log) {
+					log = chunk_log(rows - r);
+					score[log](q + r * q_pitch, q_pitch, t->k, r ? t->k : t->v, count, p->head_dim, s + r * KEYS);
+				}
+				for (int r = 0; r < rows; r++)
+					own->alpha[r] = soften(&it->c, &it->row[r], k0, count, s + r * KEYS, sums + r * VL);
+				for (int r = 0, log; r < rows; r += 1 << log) {
+					log = chunk_log(rows - r);
+					value[log](s + r * KEYS, own->alpha + r, t->v, r ? t->v : ahead->k, count, p->head_dim_v,
+					           o + r * o_pitch, o_pitch);
+				}
+				count = more;
+			}
 		}
+		float *const tops = o + tile_rows * o_pitch, *const totals = tops + tile_rows;
+		for (int r = 0; r < rows; r++) {
+			const float total = it->begin < it->end ? v_sum(v_load(sums + r * VL)) : 0;
+			if (parts > 1) {
+				tops[r] = it->row[r].top;
+				totals[r] = total;
+			} else {
+				finish_row(p, mine, r, it->row[r].top, total, o + r * o_pitch);
+			}
+		}
+		if (!placed && n + 1 < last) place_item(p, plan, n + 1, own->row[(n + 1 - first) & 1], next);
 	}
 }
 
