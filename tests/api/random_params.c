@@ -10,6 +10,7 @@
 #include <cmocka.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #include "../random_params.h"
@@ -19,9 +20,64 @@ static uint64_t setting(const char *name, uint64_t otherwise) {
 	return text && text[0] ? strtoull(text, NULL, 0) : otherwise;
 }
 
+/* The fields that a refusal can be about. */
+static const char *const fields[] = {
+	"params",
+	"options",
+	"stream",
+	"struct_size",
+	"varlen",
+	"q.",
+	"k.",
+	"v.",
+	"out",
+	"lse",
+	"bias",
+	"alibi",
+	"sink",
+	"descale",
+	"q_lengths",
+	"q_positions",
+	"k_lengths",
+	"k_positions",
+	"page_table",
+	"page_indptr",
+	"page_indices",
+	"dropout",
+	"batch",
+	"max_seqlen",
+	"softmax_scale",
+	"softcap",
+	"mask",
+	"align",
+	"window",
+	"k_new",
+	"v_new",
+	"new_lengths",
+	"new_positions",
+	"reserved",
+	"lengths_after",
+	"dout",
+	"dq",
+	"dk",
+	"dv",
+	"q is",
+	"k is",
+	"v is",
+	"head",
+};
+
+static bool names_a_field(const char *sentence) {
+	const char *after = strstr(sentence, ": ");
+	for (size_t i = 0; after && i < sizeof fields / sizeof *fields; i++)
+		if (strstr(after, fields[i])) return true;
+	return false;
+}
+
 static void expect_sentence(ingot_status status, uint64_t seed, uint64_t call, const char *verb_name) {
 	const char *sentence = ingot_last_error();
-	if (status == INGOT_OK ? sentence[0] == 0 : sentence[0] != 0) return;
+	const bool refused = status == INGOT_INVALID || status == INGOT_VERSION_MISMATCH;
+	if (status == INGOT_OK ? sentence[0] == 0 : sentence[0] != 0 && (!refused || names_a_field(sentence))) return;
 	fail_msg("seed %llu, call %llu, %s: status %s with sentence \"%s\"", (unsigned long long)seed,
 	         (unsigned long long)call, verb_name, ingot_status_name(status), sentence);
 }
