@@ -54,6 +54,18 @@ python_tests() {
 		.venv/bin/python -m pytest -q "$@"
 }
 
+# Every image of one architecture and some of each other, with the compiler on PATH or the pinned one; no GPU is needed.
+gpu_images() {
+	INGOT_NVCC=$(command -v nvcc || tools/fetch_nvcc.sh) || return 1
+	export INGOT_NVCC
+	build/release/ingot build --arch sm_90a --nvcc "$INGOT_NVCC" -o build/packs &&
+		build/release/ingot image verify build/packs/ingot-sm_90a.pack || return 1
+	for only in attn_fwd_sm80:bf16_d64 attn_bwd_sm80:bf16_d64 attn_fwd_sm80_simt:dv64 attn_merge attn_dropout_mask kv_append; do
+		build/release/ingot build --arch sm_80,sm_86,sm_89,sm_100,sm_120 --nvcc "$INGOT_NVCC" --only "$only" \
+			-o "build/packs-$only" || return 1
+	done
+}
+
 stage "set up" set_up || exit 1
 [ -z "$only_setup" ] || exit 0
 mkdir -p build
@@ -61,11 +73,14 @@ mkdir -p build
 stage "build release" build release && {
 	stage "C tests, release" c_tests release
 	[ -n "$quick" ] || stage "every kernel, level 2" build/release/ingot check --level 2
-	stage "Python tests" python_tests tests/python -m "not torch"
+	stage "Python tests" python_tests tests/python -m "not torch and not images"
 }
 if [ -z "$quick" ]; then
 	stage "build asan" build asan && stage "C tests and fuzzing, asan" c_tests asan
 	stage "build tsan" build tsan && stage "C tests, tsan" c_tests tsan
+fi
+if [ -z "$quick" ]; then
+	stage "GPU images" gpu_images && stage "tests of packs" python_tests tests/python -m images
 fi
 if [ -n "$torch" ] && [ -e build/release/libingot.so ]; then
 	stage "set up torch" need_python tests/requirements-torch.txt && stage "torch tests" python_tests tests/python -m torch

@@ -1,0 +1,224 @@
+"""Packs: built with the real compiler, by the real command, then damaged in every way a file can be.
+
+Marked `images`: it needs nvcc (tools/fetch_nvcc.sh brings the pinned one; INGOT_NVCC names another place of it).
+"""
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ingot_ctypes as ingot
+
+pytestmark = pytest.mark.images
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = os.environ.get("INGOT_COMMAND") or str(ROOT / "build/release/ingot")
+SMALL = "attn_dropout_mask"  # one image, compiled within seconds
+PAGE = 4096
+
+
+def command(*words, **options):
+    return subprocess.run([COMMAND, *map(str, words)], capture_output=True, text=True, timeout=600, **options)
+
+
+def nvcc():
+    path = os.environ.get("INGOT_NVCC") or shutil.which("nvcc")
+    if path:
+        return path
+    return subprocess.run([ROOT / "tools/fetch_nvcc.sh"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def build(out, arch="sm_90a", only=SMALL, **options):
+    return command("build", "--arch", arch, "-o", out, "--only", only, "--nvcc", nvcc(), "--source", ROOT, **options)
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packs")
+    done = build(folder, "sm_90a,sm_80")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture
+def pack(packs, tmp_path):
+    return Path(shutil.copy(packs / "ingot-sm_90a.pack", tmp_path))
+
+
+def verify(path):
+    done = command("image", "verify", path, "--only", SMALL)
+    assert done.returncode in (0, 1), f"no status but {done.returncode}: {done.stdout}{done.stderr}"
+    return done
+
+
+def test_a_good_pack_verifies_and_lists(packs):
+    for arch in ("sm_90a", "sm_80"):
+        done = verify(packs / f"ingot-{arch}.pack")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"attn_dropout_mask_sm80" in command("image", "list", packs / f"ingot-{arch}.pack").stdout
+
+
+def test_a_second_build_does_nothing(packs):
+    start = time.monotonic()
+    done = build(packs, "sm_90a,sm_80")
+    assert done.returncode == 0 and "no work to do" in done.stdout
+    assert time.monotonic() - start < 5  # it takes 0.1 s; a compile alone takes longer than this limit when it happens
+
+
+def test_the_same_source_gives_the_same_bytes(packs, tmp_path):
+    assert build(tmp_path / "a folder", "sm_90a").returncode == 0
+    assert (tmp_path / "a folder/ingot-sm_90a.pack").read_bytes() == (packs / "ingot-sm_90a.pack").read_bytes()
+
+
+def test_an_incomplete_pack_is_named_missing(pack):
+    done = command("image", "verify", pack)
+    assert done.returncode == 1 and "attn_merge_sm80:general: missing" in done.stdout
+
+
+@pytest.mark.parametrize("sixteenth", range(16))
+def test_a_cut_pack_is_refused(pack, sixteenth):
+    data = pack.read_bytes()
+    for length in {len(data) * sixteenth // 16, len(data) * sixteenth // 16 + 1}:
+        pack.write_bytes(data[:length])
+        done = verify(pack)
+        assert done.returncode == 1 and str(pack) in done.stdout + done.stderr
+
+
+def test_a_flipped_bit_is_found(pack):
+    """Every bit that is read: of the header, of the index, of the objects. Padding is not read."""
+    data = bytearray(pack.read_bytes())
+    used = [*range(0, 256), *range(PAGE, PAGE + 512), *range(2 * PAGE, 2 * PAGE + 1500)]
+    rng = np.random.default_rng(7)
+    for at in rng.choice(used, 64, replace=False):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << int(rng.integers(8))
+        pack.write_bytes(flipped)
+        assert verify(pack).returncode == 1, f"byte {at}"
+
+
+def test_what_is_no_pack_is_refused(pack, tmp_path):
+    data = pack.read_bytes()
+    tail = tmp_path / "tail.pack"
+    tail.write_bytes(data[: 2 * PAGE] + bytes(len(data) - 2 * PAGE))
+    longer = tmp_path / "longer.pack"
+    longer.write_bytes(data + b"x")
+    empty = tmp_path / "empty.pack"
+    empty.touch()
+    folder = tmp_path / "folder.pack"
+    folder.mkdir()
+    fifo = tmp_path / "fifo.pack"
+    os.mkfifo(fifo)
+    loop = tmp_path / "loop.pack"
+    loop.symlink_to(loop)
+    for path in (tail, longer, empty, folder, fifo, loop, tmp_path / "absent.pack"):
+        done = verify(path)
+        assert done.returncode == 1 and str(path) in done.stdout + done.stderr, path
+
+
+def listed(packs, arch="sm_90a"):
+    """The build's list of one image, as fields."""
+    return (packs / f"objects/{arch}.list").read_text().rstrip("\n").split("\t")
+
+
+def create(packs, tmp_path, fields, arch="sm_90a"):
+    path = tmp_path / "made.list"
+    path.write_text("\t".join(fields) + "\n")
+    return command("image", "create", path, "--arch", arch, "--toolchain", "nvcc", "-o", tmp_path / "made.pack", cwd=packs)
+
+
+def test_a_hollow_object_fails_the_build(packs, tmp_path):
+    fields = listed(packs)
+    assert create(packs, tmp_path, fields).returncode == 0
+    (tmp_path / "made.pack").unlink()
+    fields[6] = "another_kernel"
+    done = create(packs, tmp_path, fields)
+    assert done.returncode == 1 and "holds no code of kernel another_kernel" in done.stderr
+    assert not (tmp_path / "made.pack").exists()
+
+
+def test_an_empty_a_missing_and_a_foreign_object_fail_the_build(packs, tmp_path):
+    fields = listed(packs)
+    empty = tmp_path / "empty.cubin"
+    empty.touch()
+    for object_, word in ((empty, "empty"), (tmp_path / "none.cubin", "missing"), (ROOT / "README.md", "no ELF")):
+        done = create(packs, tmp_path, [*fields[:2], str(object_), *fields[3:]])
+        assert done.returncode == 1 and word in done.stderr
+    done = create(packs, tmp_path, listed(packs, "sm_80"))
+    assert done.returncode == 1 and "another architecture" in done.stderr
+
+
+def test_spills_above_the_row_fail_the_build(packs, tmp_path):
+    fields = listed(packs)
+    log = tmp_path / "log"
+    text = (packs / fields[3]).read_text()
+    log.write_text(text.replace(" 0 bytes spill stores", " 8 bytes spill stores"))
+    assert log.read_text() != text
+    done = create(packs, tmp_path, [*fields[:3], str(log), *fields[4:]])
+    assert done.returncode == 1 and "8 bytes of register spills" in done.stderr
+
+
+def test_a_stale_pack_is_told(packs, tmp_path):
+    fields = listed(packs)
+    fields[5] = "0" * 32
+    assert create(packs, tmp_path, fields).returncode == 0
+    done = verify(tmp_path / "made.pack")
+    assert done.returncode == 1 and "stale" in done.stdout
+
+
+def test_diff_merge_and_extract(packs, pack, tmp_path):
+    assert command("image", "diff", pack, packs / "ingot-sm_90a.pack").returncode == 0
+    done = command("image", "diff", pack, packs / "ingot-sm_80.pack")
+    assert done.returncode == 1 and "arch: sm_90a and sm_80" in done.stdout
+    merged = tmp_path / "merged.pack"
+    assert command("image", "merge", pack, packs / "ingot-sm_90a.pack", "-o", merged).returncode == 0
+    assert merged.read_bytes() == pack.read_bytes()
+    assert command("image", "merge", pack, packs / "ingot-sm_80.pack", "-o", merged).returncode == 1
+    assert command("image", "extract", pack, "-o", tmp_path / "objects").returncode == 0
+    assert (tmp_path / "objects/attn_dropout_mask_sm80.general.cubin").read_bytes() == \
+        (packs / "objects/sm_90a/attn_dropout_mask_sm80.general.cubin").read_bytes()
+
+
+def test_a_killed_build_leaves_nothing_half_made(tmp_path):
+    with subprocess.Popen([COMMAND, "build", "--arch", "sm_90a", "-o", tmp_path, "--only", SMALL, "--nvcc", nvcc(), "--source",
+                           ROOT], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as child:
+        time.sleep(0.7)
+        os.killpg(child.pid, signal.SIGKILL)
+    assert not (tmp_path / "ingot-sm_90a.pack").exists()
+    assert build(tmp_path).returncode == 0
+    assert verify(tmp_path / "ingot-sm_90a.pack").returncode == 0
+
+
+def test_eight_builders_at_once_leave_one_good_tree(tmp_path):
+    words = [COMMAND, "build", "--arch", "sm_90a", "-o", tmp_path, "--only", SMALL, "--nvcc", nvcc(), "--source", ROOT]
+    children = [subprocess.Popen(words, stdout=subprocess.DEVNULL) for _ in range(8)]
+    assert [child.wait(timeout=600) for child in children] == [0] * 8
+    assert verify(tmp_path / "ingot-sm_90a.pack").returncode == 0
+
+
+def test_bad_words_are_named(tmp_path):
+    done = command("build", "--arch", "sm_12", "-o", tmp_path)
+    assert done.returncode == 2 and "sm_12" in done.stderr and "sm_90a" in done.stderr
+    assert command("build", "-o", tmp_path).returncode == 2
+    done = command("build", "--arch", "sm_90a", "-o", tmp_path, "--only", "no such", "--nvcc", nvcc())
+    assert done.returncode == 1 and "no such" in done.stderr
+    done = command("build", "--arch", "sm_90a", "-o", tmp_path, "--nvcc", "/bin/true")
+    assert done.returncode == 1 and "version" in done.stderr
+
+
+def test_a_gpu_call_without_a_driver_says_so():
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a driver")
+    x = np.zeros((1, 1, 4, 8), np.float32)
+    params = ingot.PARAMS["attn_fwd"]()
+    params.struct_size = ingot.sizeof(params)
+    for name in ("q", "k", "v", "out"):
+        t = getattr(params, name)
+        t.data, t.dtype, t.ndim = x.ctypes.data, 1, 4
+        for i in range(4):
+            t.shape[i], t.stride[i] = x.shape[i], x.strides[i] // 4
+    status = ingot.lib.ingot_attn_fwd(params, ingot.ingot_stream(1, 0, None), None)
+    assert ingot.STATUS[status] == "INGOT_NO_DEVICE" and b"driver" in ingot.lib.ingot_last_error()
