@@ -99,7 +99,7 @@ def forward_tensors(call, lengths):
 
 
 def gradient_tensors(call):
-    grads = {"dq": call["q"].grad, "dk": call["k"].grad, "dv": call["v"].grad, "do": call["out"].grad.transpose(1, 2)}
+    grads = {"dq": call["q"].grad, "dk": call["k"].grad, "dv": call["v"].grad, "dout": call["out"].grad.transpose(1, 2)}
     return {name: array(grad) for name, grad in grads.items()}
 
 
@@ -107,17 +107,18 @@ def compare(prefix, t):
     """Hold what PyTorch gave against the formula in float64, over each sequence's own rows."""
     worst = {}
     for b, n in enumerate(t["k_lengths"]):
-        q, k, v, do = (t[name][b, :, :n].astype(np.float64) if name in t else None for name in ("q", "k", "v", "do"))
+        own = {name: t[name][b, :, :n].astype(np.float64) for name in ("q", "k", "v", "dout") if name in t}
+        q, k, v, dout = own["q"], own["k"], own["v"], own.get("dout")
         scale = q.shape[-1] ** -0.5
         s = np.einsum("hid,hjd->hij", q, k) * scale
         lse = np.log(np.exp(s - s.max(-1, keepdims=True)).sum(-1)) + s.max(-1)
         p = np.exp(s - lse[..., None])
         want = {"out": p @ v, "lse": lse}
-        if do is not None:
-            dp = np.einsum("hid,hjd->hij", do, v)
+        if dout is not None:
+            dp = np.einsum("hid,hjd->hij", dout, v)
             ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
-            want |= {"dq": ds @ k, "dk": ds.transpose(0, 2, 1) @ q, "dv": p.transpose(0, 2, 1) @ do}
-            if any(np.any(t[name][b, :, n:]) for name in ("do", "dq", "dk", "dv")):
+            want |= {"dq": ds @ k, "dk": ds.transpose(0, 2, 1) @ q, "dv": p.transpose(0, 2, 1) @ dout}
+            if any(np.any(t[name][b, :, n:]) for name in ("dout", "dq", "dk", "dv")):
                 raise SystemExit(f"{prefix}: sequence {b} has a gradient beyond its length")
         for name, exact in want.items():
             found = np.abs(t[name][b, :, :n] - exact).max(), np.abs(exact).max()

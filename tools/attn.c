@@ -288,10 +288,8 @@ static bool read_layer(const tool_command *command, const settings *s, layer *l)
 	if (!read_mask(command, s, l)) return false;
 
 	const safetensors_entry *dout = find(l, "dout");
-	if (!dout) dout = find(l, "do");
 	if (!dout && s->backward) {
-		tool_failed(command, "--backward needs the tensor \"%sdout\" (or \"%sdo\"), the gradient of the output",
-		            l->prefix, l->prefix);
+		tool_failed(command, "--backward needs the tensor \"%sdout\", the gradient of the output", l->prefix);
 		return false;
 	}
 	if (!dout || s->forward) return true;
@@ -431,7 +429,7 @@ static bool print_compared(const layer *l, const compared *c) {
 	if (!r.pass)
 		printf("          worst at live element %lld: got %.9g, want %.9g\n", (long long)r.index, r.got, r.want);
 
-	const safetensors_entry *e = find(l, strcmp(c->name, "dout") == 0 ? "do" : c->name);
+	const safetensors_entry *e = find(l, c->name);
 	if (e && e->elements == tool_elements(c->got) && dtype_of(e->dtype) != INGOT_NONE) {
 		void *copy = aligned_copy(e);
 		double *expected = live(l, copy, dtype_of(e->dtype), c->keys, c->width, &n);
@@ -753,8 +751,8 @@ const tool_command tool_attn = {
 	.summary = "run attention on the tensors of a file and compare with fp64",
 	.text =
 		"The file holds q [B,Hq,Sq,D], k [B,Hk,Sk,D] and v [B,Hk,Sk,Dv], plain or under prefixes (layer0.q), and may hold\n"
-		"bias [B,Hq,Sq,Sk], alibi, sink, q_lengths and k_lengths [B], dout (or do); and what is expected: out, lse, dq, dk,\n"
-		"dv. Its metadata may give softmax_scale, softcap, mask, window_left, window_right, align and source.\n"
+		"bias [B,Hq,Sq,Sk], alibi, sink, q_lengths and k_lengths [B], dout; and what is expected: out, lse, dq, dk, dv.\n"
+		"Its metadata may give softmax_scale, softcap, mask, window_left, window_right, align and source.\n"
 		"A result passes when its error against fp64 is at most twice that of the textbook algorithm in the same type.\n\n"
 		"examples:\n"
 		"  ingot attn examples/minilm.safetensors\n"
