@@ -82,7 +82,7 @@ function(ingot_kernels out)
 				add_library(${target} OBJECT ${by_arch_${family}_${name}})
 				# Optimised in debug builds too: without it the intrinsics become calls, a hundred times slower.
 				target_compile_options(${target} PRIVATE -O3 ${arch_flags_${name}})
-				target_link_libraries(${target} PRIVATE ingot_flags)
+				target_link_libraries(${target} PRIVATE ingot_flags ingot_kernel_sanitizers)
 				list(APPEND objects $<TARGET_OBJECTS:${target}>)
 			endif()
 		endforeach()
