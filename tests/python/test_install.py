@@ -1,4 +1,4 @@
-"""An installed tree works wherever it was put (LD-06): odd characters, long paths, symlinks, relative paths, LC_ALL=C."""
+"""An installed tree works wherever it was put (LD-06): odd characters, long paths, symlinks, relative paths, LC_ALL."""
 
 import os
 import shutil
