@@ -24,12 +24,12 @@ LOOP = r"""
 #include <ingot.h>
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1e9 + t.tv_nsec; }
 int loop(const ingot_attn_fwd_params *p, ingot_stream s, const ingot_options *o, int n, float *each) {
-	for (int i = 0; i < n; i++) {
-		const double t = now();
-		if (ingot_attn_fwd(p, s, o)) return 1;
-		each[i] = (float)(now() - t);
-	}
-	return 0;
+    for (int i = 0; i < n; i++) {
+        const double t = now();
+        if (ingot_attn_fwd(p, s, o)) return 1;
+        each[i] = (float)(now() - t);
+    }
+    return 0;
 }
 """
 

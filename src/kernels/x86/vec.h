@@ -157,7 +157,8 @@ X86_INLINE void v_transpose(vf r[VL]) {
 	X86_PAIR(2)
 	X86_PAIR(4)
 	X86_PAIR(6)
-	X86_PAIR(8) X86_PAIR(10) X86_PAIR(12) X86_PAIR(14)
+	X86_PAIR(8)
+	X86_PAIR(10) X86_PAIR(12) X86_PAIR(14)
 #undef X86_PAIR
 #define X86_PD(x) _mm512_castps_pd(x)
 #define X86_QUAD(i)                                                                            \
@@ -352,7 +353,7 @@ X86_INLINE void v_transpose(vf r[VL]) {
 #define X86_HALF(i)                                        \
 	r[i] = _mm256_permute2f128_ps(u[i], u[(i) + 4], 0x20); \
 	r[(i) + 4] = _mm256_permute2f128_ps(u[i], u[(i) + 4], 0x31);
-		X86_HALF(0) X86_HALF(1) X86_HALF(2) X86_HALF(3)
+	X86_HALF(0) X86_HALF(1) X86_HALF(2) X86_HALF(3)
 #undef X86_HALF
 }
 #endif
