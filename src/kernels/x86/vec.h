@@ -158,7 +158,9 @@ X86_INLINE void v_transpose(vf r[VL]) {
 	X86_PAIR(4)
 	X86_PAIR(6)
 	X86_PAIR(8)
-	X86_PAIR(10) X86_PAIR(12) X86_PAIR(14)
+	X86_PAIR(10)
+	X86_PAIR(12)
+	X86_PAIR(14)
 #undef X86_PAIR
 #define X86_PD(x) _mm512_castps_pd(x)
 #define X86_QUAD(i)                                                                            \
@@ -166,7 +168,10 @@ X86_INLINE void v_transpose(vf r[VL]) {
 	r[(i) + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(X86_PD(t[i]), X86_PD(t[(i) + 2])));       \
 	r[(i) + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(X86_PD(t[(i) + 1]), X86_PD(t[(i) + 3]))); \
 	r[(i) + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(X86_PD(t[(i) + 1]), X86_PD(t[(i) + 3])));
-		X86_QUAD(0) X86_QUAD(4) X86_QUAD(8) X86_QUAD(12)
+	X86_QUAD(0)
+	X86_QUAD(4)
+	X86_QUAD(8)
+	X86_QUAD(12)
 #undef X86_QUAD
 #undef X86_PD
 #define X86_LOW(i)                                                    \
@@ -174,14 +179,17 @@ X86_INLINE void v_transpose(vf r[VL]) {
 	t[(i) + 4] = _mm512_shuffle_f32x4(r[i], r[(i) + 4], 0xdd);        \
 	t[(i) + 8] = _mm512_shuffle_f32x4(r[(i) + 8], r[(i) + 12], 0x88); \
 	t[(i) + 12] = _mm512_shuffle_f32x4(r[(i) + 8], r[(i) + 12], 0xdd);
-			X86_LOW(0) X86_LOW(1) X86_LOW(2) X86_LOW(3)
+	X86_LOW(0)
+	X86_LOW(1)
+	X86_LOW(2)
+	X86_LOW(3)
 #undef X86_LOW
 #define X86_HIGH(i)                                                   \
 	r[i] = _mm512_shuffle_f32x4(t[i], t[(i) + 8], 0x88);              \
 	r[(i) + 8] = _mm512_shuffle_f32x4(t[i], t[(i) + 8], 0xdd);        \
 	r[(i) + 4] = _mm512_shuffle_f32x4(t[(i) + 4], t[(i) + 12], 0x88); \
 	r[(i) + 12] = _mm512_shuffle_f32x4(t[(i) + 4], t[(i) + 12], 0xdd);
-				X86_HIGH(0) X86_HIGH(1) X86_HIGH(2) X86_HIGH(3)
+	X86_HIGH(0) X86_HIGH(1) X86_HIGH(2) X86_HIGH(3)
 #undef X86_HIGH
 }
 
