@@ -143,8 +143,11 @@ def x86_flags():
 
 
 def check_header(path):
+    # A text that each including file completes with its own constants says so, and is compiled with them alone.
+    if "The including file defines" in (ROOT / path).read_text():
+        return
     flags = ["-std=gnu17", "-D_GNU_SOURCE=", "-fsyntax-only", "-Wall", "-Wextra", "-Wpedantic", "-Werror",
-             "-Wno-unused-function", "-Wno-unused-const-variable", "-Wno-pragma-once-outside-header",
+             "-Wno-unused-function", "-Wno-unused-const-variable",
              "-Iinclude", "-Isrc", "-Itools", "-Itests"]
     if path.startswith("src/kernels/x86/"):
         extra = x86_flags()
