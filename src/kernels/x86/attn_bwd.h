@@ -469,13 +469,14 @@ static inline void bwd_draw(bwd_scope *c) {
 
 /* What a row adds to its scores. */
 typedef struct bwd_row_terms {
-	vf lse, delta;
+	vf lse, delta, to_two, to_lse;
 	score_terms terms;
 } bwd_row_terms;
 
 X86_INLINE bwd_row_terms bwd_terms(const bwd_scope *c, int r, bool general) {
 	const ingot__problem *p = c->p;
-	bwd_row_terms t = {.lse = v_set(c->lse[r]), .delta = v_set(c->delta[r])};
+	bwd_row_terms t = {.lse = v_set(c->lse[r]), .delta = v_set(c->delta[r]), .to_two = v_set(c->to_two)};
+	t.to_lse = v_set(general ? c->to_lse : c->product_to_lse);
 	if (general) {
 		t.terms =
 			(score_terms){.scale = c->scale, .softcap = p->softcap, .slope = c->slope, .position = c->row + r + c->off};
@@ -497,7 +498,7 @@ X86_INLINE void bwd_entries(const bwd_scope *c, const bwd_row_terms *t, int r, i
 	/* only the gradient of the bias is stored as it is; what else is made of P has been rounded to PACK's type */
 	const int degree = raw ? EXP2_DEGREE : 5;
 	if (!general) {
-		*prob = v_exp2(v_mul(v_fms(x, v_set(c->product_to_lse), t->lse), v_set(c->to_two)), degree);
+		*prob = v_exp2(v_mul(v_fms(x, t->to_lse, t->lse), t->to_two), degree);
 		*grad = v_mul(*prob, v_sub(dp, t->delta));
 	} else {
 		const score_terms *s = &t->terms;
@@ -520,7 +521,7 @@ X86_INLINE void bwd_entries(const bwd_scope *c, const bwd_row_terms *t, int r, i
 				x = v_add(x, bias);
 			}
 		}
-		vf p = v_exp2(v_mul(v_fms(x, v_set(c->to_lse), t->lse), v_set(c->to_two)), degree), weight = p;
+		vf p = v_exp2(v_mul(v_fms(x, t->to_lse, t->lse), t->to_two), degree), weight = p;
 		if (c->p->features & INGOT__DROPOUT) {
 			const vmask keep = v_from_bits(c->keep[r][j / VL]);
 			weight = v_select(keep, v_mul(p, v_set(c->kept)), v_zero());
