@@ -87,8 +87,13 @@ def main():
     header = (ROOT / "include/ingot.h").read_text()
     kept[0].write_text(header)
     write_layout(version, header)
-    abi = subprocess.run(["abidw", "--no-show-locs", "--no-comp-dir-path", "--no-corpus-path", "build/release/libingot.so"],
-                         cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    experimental = re.findall(r"^INGOT_API [^;{]*?(ingot_\w+)\(", header.split("#ifdef INGOT_EXPERIMENTAL")[1], re.M)
+    with tempfile.NamedTemporaryFile("w", suffix=".abignore") as ignore:
+        ignore.write(f"[suppress_function]\nsymbol_name_regexp = ^({'|'.join(experimental)})$\ndrop = yes\n")
+        ignore.flush()
+        abi = subprocess.run(
+            ["abidw", "--no-show-locs", "--no-comp-dir-path", "--no-corpus-path", "--suppressions", ignore.name,
+             "build/release/libingot.so"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     # Where the tree lay does not belong to the description.
     kept[1].write_text(abi.replace(f"{ROOT}/", ""))
 
