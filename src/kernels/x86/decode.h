@@ -27,7 +27,7 @@
 enum {
 	KEYS = 64,             /* in a block */
 	TILE = 32,             /* query rows that share one reading of K and V */
-	ROWS_MOST = 64,        /* query rows per key head: beyond, packing K and V pays */
+	ROWS_MOST = 24,        /* query rows per key head: beyond, packing K and V pays */
 	PART_BLOCKS = 8,       /* the fewest blocks worth a task of their own */
 	INVARIANT_BLOCKS = 16, /* blocks in a task when results must not depend on the batch */
 	ITEMS_WANTED = 128,
@@ -72,8 +72,9 @@ static inline const char *decode_refuse(const ingot__problem *p) {
 	                 "writing back the dropout seed is left to the general kernels");
 	INGOT__REFUSE_IF(p->features & INGOT__8BIT_Q, "q is 8-bit: it reads fp32, fp16 and bf16 queries");
 	INGOT__REFUSE_IF(p->k.dtype == INGOT_F8_E5M2_FNUZ, "k and v are F8_E5M2_FNUZ, whose exponents fp16 lacks");
-	INGOT__REFUSE_IF(p->q_side.max_seqlen > ROWS_MOST || p->q_side.max_seqlen * p->group > ROWS_MOST,
-	                 "more than 64 query rows share a key head: kernels that pack K and V are faster");
+	/* with 8-bit keys there is no other kernel but the reference */
+	INGOT__REFUSE_IF(!(p->features & INGOT__8BIT_KV) && p->q_side.max_seqlen > ROWS_MOST / p->group,
+	                 "more than 24 query rows share a key head: kernels that pack K and V are faster");
 	return NULL;
 }
 
@@ -112,12 +113,12 @@ static inline void decode_plan(const ingot__problem *p, ingot__plan *out, int th
 	out->number[N_ITEMS] = items;
 	out->number[N_RUN] = run;
 
-	/* nanoseconds: what a core reads from cache or memory, and multiplies, in one */
-	const double reading = bytes / (bytes < 1e6 ? 40 : 15), products = elements * (double)rows / 20;
+	/* nanoseconds: what a core reads from its cache or from memory, and multiplies, in one */
+	const double reading = bytes / (bytes < 1e6 ? 50 : 15), products = elements * (double)rows / (3.4 * (double)lanes);
 	out->step[out->steps++] = (ingot__step){.name = parts > 1 ? "parts" : "whole",
 	                                        .task = DECODE_TASK(_part),
 	                                        .tasks = (items + run - 1) / run,
-	                                        .work = (reading > products ? reading : products) + 200.0 * (double)items};
+	                                        .work = (reading > products ? reading : products) + 100.0 * (double)items};
 	if (parts == 1) return;
 	out->workspace_bytes = (uint64_t)(sequences * tiles * parts * record) * sizeof(float);
 	out->step[out->steps++] = (ingot__step){.name = "merge",
