@@ -9,7 +9,7 @@
 #include <string.h>
 #include <xxhash.h>
 
-enum { OWN_FORWARDS = 4 };
+enum { OWN_FORWARDS = 8 };
 
 typedef struct session {
 	check_run *run;
@@ -20,9 +20,9 @@ typedef struct session {
 	test_outputs reference, yardstick;          /* of the operator under test */
 	test_outputs forward_exact, forward_stored; /* backward: what it is given */
 	double *want[TEST_OUTPUTS], *textbook[TEST_OUTPUTS];
-	/* backward: what a family's own forward wrote, made at its first kernel */
+	/* backward: what a kernel's own forward wrote, made at its first kernel */
 	struct {
-		char family[32];
+		char name[96];
 		test_outputs o;
 	} own[OWN_FORWARDS];
 	int own_count;
@@ -220,26 +220,32 @@ typedef struct manner {
 	int fill; /* workspace: 0 to 2 exact with that fill, -1 the library's own */
 } manner;
 
-/* A backward is given what its own family's forward wrote, as the yardstick is given its own: LSE and recomputed scores then
- * share their rounding, as they do for a user. */
+/* A backward is given what its own forward wrote, as the yardstick is given its own: LSE and recomputed scores then share
+ * their rounding, as they do for a user. Its own is the one of its name (attn_bwd_avx2, attn_fwd_avx2); where that refuses,
+ * what its family would run. */
 static const test_outputs *forward_of(session *s, const check_kernel *kernel) {
-	char family[32];
-	snprintf(family, sizeof family, "%.*s", (int)strcspn(kernel->name, "/"), kernel->name);
-	if (s->forward || strcmp(family, "reference") == 0) return &s->forward_stored;
-	for (int i = 0; i < s->own_count; i++)
-		if (strcmp(s->own[i].family, family) == 0) return &s->own[i].o;
-	if (s->own_count == OWN_FORWARDS) return &s->forward_stored;
-	params space;
-	test_outputs *const o = &s->own[s->own_count].o;
-	outputs_make(o, &s->c, true, false);
-	space.fwd = case_fwd(&s->c, o);
-	const ingot_options options = tool_options(family, 0);
-	if (tool_run(TOOL_FWD, &space, &options) != INGOT_OK) {
+	const char *const at = strstr(kernel->name, "attn_bwd");
+	if (s->forward || !at || strncmp(kernel->name, "reference/", 10) == 0) return &s->forward_stored;
+	char names[2][sizeof kernel->name];
+	snprintf(names[0], sizeof names[0], "%.*sattn_fwd%s", (int)(at - kernel->name), kernel->name,
+	         at + strlen("attn_bwd"));
+	snprintf(names[1], sizeof names[1], "%.*s", (int)strcspn(kernel->name, "/"), kernel->name);
+	for (int n = 0; n < 2; n++) {
+		for (int i = 0; i < s->own_count; i++)
+			if (strcmp(s->own[i].name, names[n]) == 0) return &s->own[i].o;
+		if (s->own_count == OWN_FORWARDS) break;
+		params space;
+		test_outputs *const o = &s->own[s->own_count].o;
+		outputs_make(o, &s->c, true, false);
+		space.fwd = case_fwd(&s->c, o);
+		const ingot_options options = tool_options(names[n], 0);
+		if (tool_run(TOOL_FWD, &space, &options) == INGOT_OK) {
+			strcpy(s->own[s->own_count++].name, names[n]);
+			return o;
+		}
 		outputs_release(o);
-		return &s->forward_stored;
 	}
-	strcpy(s->own[s->own_count++].family, family);
-	return o;
+	return &s->forward_stored;
 }
 
 static ingot_status run_kernel(session *s, check_kernel *kernel, test_outputs *o, manner m, bool *intact) {
