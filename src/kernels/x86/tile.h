@@ -27,7 +27,15 @@ enum {
 #ifdef __AVX512F__
 enum { MR = 12 }; /* rows of a tile */
 #define X86_EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+#if defined(__GNUC__) && !defined(__clang__)
+/* gcc loads the broadcast once for both products into a register it does not have, and spills accumulators. */
 #if X86_PAIRS
+#define X86_PRODUCT "vdpbf16ps"
+#else
+#define X86_PRODUCT "vfmadd231ps"
+#endif
+#define X86_MAC(acc, b, a) __asm__(X86_PRODUCT " %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(*(const float *)(a)))
+#elif X86_PAIRS
 #define X86_MAC(acc, b, a) acc = _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_ps(*(a)), (__m512bh)(b))
 #else
 #define X86_MAC(acc, b, a) acc = _mm512_fmadd_ps(_mm512_set1_ps(*(a)), b, acc)
