@@ -55,7 +55,7 @@ def expected(formula, *arrays, dtype, **how):
 
 def check(name, got, want, yardstick, dtype, scale=None):
     try:
-        judge.check_values(name, got, want, yardstick, dtype, scale)
+        judge.check_values(name, got, want, [yardstick], dtype, scale)
     except AssertionError as error:
         raise AssertionError(f"{name}: {error}") from None
 
@@ -65,7 +65,7 @@ def check_sequence(name, q, k, v, out, lse, dtype, **how):
     (want, want_lse), (yardstick, yardstick_lse) = expected(dense.attend, q, k, v, dtype=dtype, **how)
     check(name, out, want, yardstick, dtype)
     if lse is not None:
-        judge.check_lse(lse, want_lse, yardstick_lse)
+        judge.check_lse(lse, want_lse, [yardstick_lse])
 
 
 def check_gradients(name, q, k, v, dout, grads, dtype, **how):

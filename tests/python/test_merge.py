@@ -66,9 +66,9 @@ def test_merge(backend):
         finite = np.where(np.isfinite(lses), np.abs(values).max(-1, initial=0), 0)
         yardstick = oracle.round_to(want.astype(np.float32), ORACLE_DTYPE[out])
         scale = max(float(finite.max(initial=0)), 1e-3)
-        judge.check_values("out", fields["out"].values, want, yardstick, judge.coarser(dtype, out), scale)
+        judge.check_values("out", fields["out"].values, want, [yardstick], judge.coarser(dtype, out), scale)
         if want_lse:
-            judge.check_lse(fields["lse"].values / base, want_lse_values, want_lse_values.astype(np.float32))
+            judge.check_lse(fields["lse"].values / base, want_lse_values, [want_lse_values.astype(np.float32)])
 
     run()
 

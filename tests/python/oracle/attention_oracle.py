@@ -310,22 +310,23 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
     return x
 
 
-def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b in float32, one term after another as the textbook sums: numpy's own product is more exact."""
+def _product(a: np.ndarray, b: np.ndarray, order: int) -> np.ndarray:
+    """a @ b in float32, one term after another as the textbook sums (numpy's own product is more exact), from the first
+    term on or, with order -1, from the last."""
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for i in range(a.shape[1]):
+    for i in range(a.shape[1])[::order]:
         total += a[:, i : i + 1] * b[i]
     return total
 
 
-def _textbook_rows(p: Problem, b: int, h: int):
+def _textbook_rows(p: Problem, b: int, h: int, order: int):
     """Scores, weights exp(s - max) and their sums in float32 from the stored inputs, for one (sequence, head)."""
     f = np.float32
     r = _scores(p, b, h)
     q, k, v, ok = r["q"].astype(f), r["k"].astype(f), r["v"].astype(f), r["valid"]
     k, v = (np.where(ok.any(0)[:, None], x, f(0)) for x in (k, v))
     slope = np.ones(ok.shape, f)
-    s = _product(q, k.T) * f(r["scale"])
+    s = _product(q, k.T, order) * f(r["scale"])
     if p.softcap > 0:
         t = np.tanh(s / f(p.softcap))
         s, slope = f(p.softcap) * t, 1 - t * t
@@ -340,26 +341,31 @@ def _textbook_rows(p: Problem, b: int, h: int):
     return r, q, k, v, s, slope, sink, e, total, lse
 
 
-def textbook(p: Problem, dtype: str, out_dtype: str = "") -> tuple[np.ndarray, np.ndarray]:
+def textbook(p: Problem, dtype: str, out_dtype: str = "", order: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """The yardstick of spec section 9: (out, lse) by the plain algorithm, float32 scores, softmax and sums, P rounded
-    to `dtype` and O to `out_dtype` (default: the same)."""
+    to `dtype` and O to `out_dtype` (default: the same). order: of the sums over D and over keys, see _product."""
     f = np.float32
     out = np.full(p.q.shape[:3] + (p.v.shape[3],), np.nan, f)
     lse = np.full(p.q.shape[:3], np.nan, f)
     for b in range(p.count):
         for h in range(p.q.shape[1]):
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-                r, _, _, v, _, _, _, e, total, row_lse = _textbook_rows(p, b, h)
+                r, _, _, v, _, _, _, e, total, row_lse = _textbook_rows(p, b, h, order)
                 qb, start, n = r["at"]
                 weights = round_to(e, dtype) * r["keep"].astype(f)
-                o = np.where((total > 0)[:, None], _product(weights, v) / total[:, None], f(0))
+                o = np.where((total > 0)[:, None], _product(weights, v, order) / total[:, None], f(0))
                 out[qb, h, start : start + n] = round_to(o * f(_head(p.v_descale, b, r["hk"])), out_dtype or dtype)
                 lse[qb, h, start : start + n] = row_lse
     return out, lse
 
 
 def textbook_backward(
-    p: Problem, dout: np.ndarray, dtype: str, out: np.ndarray | None = None, lse: np.ndarray | None = None
+    p: Problem,
+    dout: np.ndarray,
+    dtype: str,
+    out: np.ndarray | None = None,
+    lse: np.ndarray | None = None,
+    order: int = 1,
 ) -> dict[str, tuple[np.ndarray, float]]:
     """The yardstick of gradients: name -> (values in float32, scale). P and dS are rounded to `dtype`; out and lse are
     the stored ones that the judged call gets too, by default the textbook forward's own. The scale is the largest sum
@@ -376,7 +382,7 @@ def textbook_backward(
     for b in range(p.count):
         for h in range(p.q.shape[1]):
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-                r, q, k, v, s, slope, sink, _, _, _ = _textbook_rows(p, b, h)
+                r, q, k, v, s, slope, sink, _, _, _ = _textbook_rows(p, b, h, order)
                 qb, start, n = r["at"]
                 row_lse = lse[qb, h, start : start + n].astype(f)
                 ks, m = p.k_side.locate(b, p.k.shape[2])
@@ -387,16 +393,16 @@ def textbook_backward(
                 safe = np.where(live, row_lse, f(0))
                 prob = np.where(r["valid"] & live[:, None], np.exp(s - safe[:, None]), f(0))
                 keep = r["keep"].astype(f)
-                dp = np.where(r["valid"], _product(do, v.T), f(0)) * keep
+                dp = np.where(r["valid"], _product(do, v.T, order), f(0)) * keep
                 delta = (do * o).sum(1, dtype=f)
                 ds = round_to(prob * (dp - delta[:, None]), dtype)
                 terms = (prob * (np.abs(dp) + np.abs(delta)[:, None])).astype(np.float64)
                 draw, draw_terms = round_to(ds * slope, dtype) * f(r["scale"]), terms * slope * abs(r["scale"])
                 weights = round_to(prob * keep, dtype)
                 for name, at, x, y in (
-                    ("dv", np.s_[kb, hk, ks : ks + m], _product(weights.T, do), np.abs(weights).T @ np.abs(do)),
-                    ("dk", np.s_[kb, hk, ks : ks + m], _product(draw.T, q), draw_terms.T @ np.abs(q)),
-                    ("dq", np.s_[qb, h, start : start + n], _product(draw, k), draw_terms @ np.abs(k)),
+                    ("dv", np.s_[kb, hk, ks : ks + m], _product(weights.T, do, order), np.abs(weights).T @ np.abs(do)),
+                    ("dk", np.s_[kb, hk, ks : ks + m], _product(draw.T, q, order), draw_terms.T @ np.abs(q)),
+                    ("dq", np.s_[qb, h, start : start + n], _product(draw, k, order), draw_terms @ np.abs(k)),
                 ):
                     got[name][at] += x
                     size[name][at] += y
