@@ -42,9 +42,9 @@ def special(got, want):
 
 
 def by_yardsticks(yardsticks, want, finite, judge):
-    """judge(largest error, norm of errors) of the textbook algorithm must be None; it is asked with one result of it after
-    another, the larger figures kept. The results differ in the order of their sums: where one score decides the error of
-    a small problem, a single order is exact by chance too often."""
+    """judge(largest error, norm of errors) of the textbook algorithm must be None; it is asked with one result of it
+    after another, the larger figures kept. The results differ in the order of their sums: where one score decides the
+    error of a small problem, a single order is exact by chance too often."""
     most = norm = 0.0
     for x in yardsticks:
         own = np.abs(np.asarray(x, np.float64)[finite] - want)

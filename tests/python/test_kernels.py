@@ -25,7 +25,9 @@ def fit(spec, backend):
             spec, dtype="bf16", kv=spec.kv if eight else "bf16", out="bf16" if spec.out == spec.dtype else spec.out
         )
     if backend.endswith("_decode"):
-        spec = replace(spec, mq=spec.mq if eight else min(spec.mq, 24 // spec.group), dropout=0.0, cells=False)
+        align = "top_left" if spec.align == "unset" else spec.align
+        rows = spec.mq if eight else min(spec.mq, 24 // spec.group)
+        spec = replace(spec, mq=rows, align=align, dropout=0.0, cells=False)
         if spec.dtype in ingot.EIGHTS:
             spec = replace(spec, dtype="f16", descale=("", *spec.descale[1:]))
         if spec.kv == "e5m2fnuz":

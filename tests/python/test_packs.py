@@ -2,7 +2,6 @@
 
 Marked `images`: it needs nvcc (tools/fetch_nvcc.sh brings the pinned one; INGOT_NVCC names another place of it).
 """
-
 import os
 import shutil
 import signal
@@ -128,9 +127,7 @@ def listed(packs, arch="sm_90a"):
 def create(packs, tmp_path, fields, arch="sm_90a"):
     path = tmp_path / "made.list"
     path.write_text("\t".join(fields) + "\n")
-    return command(
-        "image", "create", path, "--arch", arch, "--toolchain", "nvcc", "-o", tmp_path / "made.pack", cwd=packs
-    )
+    return command("image", "create", path, "--arch", arch, "--toolchain", "nvcc", "-o", tmp_path / "made.pack", cwd=packs)
 
 
 def test_a_hollow_object_fails_the_build(packs, tmp_path):
@@ -181,18 +178,13 @@ def test_diff_merge_and_extract(packs, pack, tmp_path):
     assert merged.read_bytes() == pack.read_bytes()
     assert command("image", "merge", pack, packs / "ingot-sm_80.pack", "-o", merged).returncode == 1
     assert command("image", "extract", pack, "-o", tmp_path / "objects").returncode == 0
-    assert (tmp_path / "objects/attn_dropout_mask_sm80.general.cubin").read_bytes() == (
-        packs / "objects/sm_90a/attn_dropout_mask_sm80.general.cubin"
-    ).read_bytes()
+    assert (tmp_path / "objects/attn_dropout_mask_sm80.general.cubin").read_bytes() == \
+        (packs / "objects/sm_90a/attn_dropout_mask_sm80.general.cubin").read_bytes()
 
 
 def test_a_killed_build_leaves_nothing_half_made(tmp_path):
-    with subprocess.Popen(
-        [COMMAND, "build", "--arch", "sm_90a", "-o", tmp_path, "--only", SMALL, "--nvcc", nvcc(), "--source", ROOT],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as child:
+    with subprocess.Popen([COMMAND, "build", "--arch", "sm_90a", "-o", tmp_path, "--only", SMALL, "--nvcc", nvcc(), "--source",
+                           ROOT], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as child:
         time.sleep(0.7)
         os.killpg(child.pid, signal.SIGKILL)
     assert not (tmp_path / "ingot-sm_90a.pack").exists()

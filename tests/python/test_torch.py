@@ -44,7 +44,7 @@ def compare(name, got, exact, yardstick, dtype, scale=None):
 
 def takes(backend, dtype, rows=0):
     """Whether a kernel must run this: pairs of bf16 are its name, and so are the few query rows of a key head."""
-    return not ("_bf16" in backend and dtype != "bf16" or backend.endswith("_decode") and rows > 64)
+    return not ("_bf16" in backend and dtype != "bf16" or backend.endswith("_decode") and rows > 24)
 
 
 def make(dtype, *shapes, seed=0):
