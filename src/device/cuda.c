@@ -157,11 +157,12 @@ static CUresult describe(int ordinal) {
 	d->shared_most = (uint32_t)shared;
 	d->l2_bytes = (uint64_t)l2;
 	d->driver = &driver;
-	snprintf(d->arch, sizeof d->arch, "%s", best < 0 ? "sm_unknown" : rows[best].name);
+	const char *const arch_name = best < 0 ? "sm_unknown" : rows[best].name;
+	snprintf(d->arch, sizeof d->arch, "%s", arch_name);
 	for (const char *arch = d->arch; arch && *arch; arch = ingot__cuda_arch_parent(arch))
 		d->arch_mask |= ingot__cuda_arch_bit(arch);
 	short_name(name, text, sizeof text);
-	snprintf(d->model, sizeof d->model, "%.22s_%s", d->arch, text);
+	snprintf(d->model, sizeof d->model, "%.22s_%s", arch_name, text);
 	states[ordinal].device = device;
 	pthread_mutex_init(&states[ordinal].lock, NULL);
 	ingot__log(3, "CUDA device %d: %s, %s, compute capability %d.%d, %s", ordinal, name, bus, major, minor, d->arch);
