@@ -422,9 +422,18 @@ static inline void bwd_pack_block(const bwd_scope *c, bool k_rows, bool v_column
 /* c[MR][NR] = a strip of packed rows times a panel of packed keys. */
 static __attribute__((noinline)) void bwd_multiply_rows(float *c, const float *a, const float *b, int64_t steps,
                                                         int64_t count, int64_t columns) {
+	/* fp32 in two levels of 64 steps, as the forward sums its scores: they then share every rounding with the LSE. */
+	const int64_t level = BWD_PACK == 1 ? 64 : steps, once = steps < level ? steps : level;
 	BWD_BY_SHAPE(count, columns,
-	             tile_in_pieces(a, VL, 1, b, NR, c, NR, steps, rows, vectors, TILE_ZERO, NULL,
+	             tile_in_pieces(a, VL, 1, b, NR, c, NR, once, rows, vectors, TILE_ZERO, NULL,
 	                            (tile_pieces){.steps = VL, .a = MR * VL, .b = VL * NR, .second = VL}))
+	for (int64_t from = once; from < steps; from += level) {
+		const int64_t some = steps - from < level ? steps - from : level;
+		const float *const x = a + from * MR, *const y = b + from * NR;
+		BWD_BY_SHAPE(count, columns,
+		             tile_in_pieces(x, VL, 1, y, NR, c, NR, some, rows, vectors, TILE_SUM, NULL,
+		                            (tile_pieces){.steps = VL, .a = MR * VL, .b = VL * NR, .second = VL}))
+	}
 }
 
 /* dQ of a strip += dS K, a panel of columns. */
