@@ -78,6 +78,21 @@ static double largest(double a, const double *x, int64_t n) {
 	return a;
 }
 
+/* The order-th number above 1 that shares no factor with d. */
+static int64_t step_of(int64_t d, int order) {
+	int64_t step = 1;
+	for (int found = 0; found < order;) {
+		int64_t a = ++step, b = d;
+		while (b) {
+			const int64_t r = a % b;
+			a = b;
+			b = r;
+		}
+		found += a == 1;
+	}
+	return step;
+}
+
 /* One query row of head h: out, lse and what it adds to the gradients. */
 static void run_row(oracle *o, head *w, int64_t b, int64_t h, int64_t i, double *dbias_terms, double *dsink_terms) {
 	const int64_t hk = h / (o->heads_q / o->heads_k), n = o->len_k[b], row = (b * o->heads_q + h) * o->max_q + i;
@@ -96,7 +111,17 @@ static void run_row(oracle *o, head *w, int64_t b, int64_t h, int64_t i, double 
 
 	double *s = w->s, *p = w->p;
 	for (int64_t j = 0; j < count; j++) s[j] = 0;
-	for (int64_t c = 0; c < o->d; c++) add_scaled(s, q[c], w->k_columns + c * n + first, count);
+	for (int64_t c = 0; c < o->d && !o->order; c++) add_scaled(s, q[c], w->k_columns + c * n + first, count);
+	const int64_t step = o->order ? step_of(o->d, o->order) : 0; /* meets every column once */
+	for (int64_t j = 0; j < count && o->order; j++) {
+		float sum = 0;
+		for (int64_t c = 0; c < o->d; c++) {
+			const int64_t at = o->order == 1 ? o->d - 1 - c : (c * step + o->order) % o->d;
+			const float term = q[at] * (float)w->k_columns[at * n + first + j];
+			sum += term;
+		}
+		s[j] = (double)sum;
+	}
 	double top = sink;
 	bool any = false;
 	for (int64_t j = 0; j < count; j++) {
@@ -135,8 +160,10 @@ static void run_row(oracle *o, head *w, int64_t b, int64_t h, int64_t i, double 
 	o->lse[row] = o->base2 ? lse / log(2) : lse;
 	double *out = o->out + row * o->dv;
 	const double keep_factor = o->dropout_p > 0 ? 1 / (1 - (double)(float)o->dropout_p) : 1;
+	const double lse_given = !o->given_lse ? 0 : o->base2 ? o->given_lse[row] * log(2) : o->given_lse[row];
+	const bool none = o->given_lse ? lse_given == (double)-INFINITY : empty;
 	for (int64_t j = 0; j < count; j++) {
-		p[j] = empty ? 0 : p[j] / total;
+		p[j] = none || p[j] == 0 ? 0 : o->given_lse ? exp(s[j] - lse_given) : p[j] / total;
 		if (p[j] != 0) /* a NaN differs from 0 */
 			add_scaled(out, p[j] * (oracle_keeps(o, b, h, i, first + j) ? keep_factor : 0) * v_factor,
 			           w->v + (first + j) * o->dv, o->dv);
@@ -160,9 +187,14 @@ static void run_row(oracle *o, head *w, int64_t b, int64_t h, int64_t i, double 
 			terms[c] += weight * fabs((double)dout[c]);
 		}
 	}
-	if (o->sink && !empty) {
-		o->dsink[h] -= sink_share / total * delta;
-		dsink_terms[h] += sink_share / total * fabs(delta);
+	if (o->given_out) {
+		delta = 0;
+		for (int64_t c = 0; c < o->dv; c++) delta += o->given_out[row * o->dv + c] * (double)dout[c];
+	}
+	if (o->sink && !none) {
+		const double share = o->given_lse ? exp(sink - lse_given) : sink_share / total;
+		o->dsink[h] -= share * delta;
+		dsink_terms[h] += share * fabs(delta);
 	}
 	double *dq = o->dq + row * o->d;
 	memset(w->terms, 0, sizeof(double) * (size_t)o->d);

@@ -28,6 +28,11 @@ typedef struct oracle {
 	uint64_t seed, offset;
 	bool base2;        /* lse in base 2 */
 	const float *dout; /* [batch][heads_q][max_q][dv] or NULL: forward only */
+	/* What a backward is given, dense like out and lse (in base 2 with base2): then P and delta are taken from them, not from
+	 * the forward's own fp64 results. Both or neither. */
+	const double *given_out, *given_lse;
+	/* Above 0: scores are summed in fp32, as a textbook would that takes the columns in another order. */
+	int order;
 
 	/* Results, dense like the inputs, zero in rows past the lengths; given by oracle_run, freed by oracle_release. */
 	double *out, *lse;                        /* lse [batch][heads_q][max_q] */

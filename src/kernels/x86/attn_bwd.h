@@ -507,7 +507,9 @@ X86_INLINE void bwd_entries(const bwd_scope *c, const bwd_row_terms *t, int r, i
 	/* only the gradient of the bias is stored as it is; what else is made of P has been rounded to PACK's type */
 	const int degree = raw ? EXP2_DEGREE : 5;
 	if (!general) {
-		*prob = v_exp2(v_mul(v_fms(x, t->to_lse, t->lse), t->to_two), degree);
+		/* fp32: the score is rounded before LSE is subtracted, as the forward rounded it, so that a row of one key gets 1 */
+		const vf y = BWD_PACK == 1 ? v_sub(v_mul(x, t->to_lse), t->lse) : v_fms(x, t->to_lse, t->lse);
+		*prob = v_exp2(v_mul(y, t->to_two), degree);
 		*grad = v_mul(*prob, v_sub(dp, t->delta));
 	} else {
 		const score_terms *s = &t->terms;
