@@ -55,7 +55,13 @@ static void overlay(const char *path) {
 		n = fread(text + length, 1, room - length - 1, f);
 		length += n;
 	}
+	const bool unread = ferror(f) != 0;
 	fclose(f);
+	if (unread) {
+		ingot__log(1, "INGOT_TUNING_PATH: %s cannot be read; the built-in rows stand alone", path);
+		free(text);
+		return;
+	}
 	text[length] = 0;
 	int lines = 1;
 	for (size_t i = 0; i < length; i++) lines += text[i] == '\n';
@@ -75,6 +81,12 @@ static void overlay(const char *path) {
 		return;
 	}
 	const int own = count;
+	if (!own) {
+		ingot__log(1, "INGOT_TUNING_PATH: %s has no rows; the built-in rows stand alone", path);
+		free(merged);
+		free(text);
+		return;
+	}
 	qsort(merged, (size_t)own, sizeof *merged, compare_rows);
 	for (int i = 0; i < ingot__row_count; i++)
 		if (!bsearch(&ingot__rows[i], merged, (size_t)own, sizeof *merged, compare_rows))
