@@ -419,7 +419,7 @@ static inline void random_options(source *s, random_call *c) {
 	if (one_in(s, 4)) c->options.flags = (uint32_t)below(s, 8);
 	if (one_in(s, 4)) c->options.backend = backends[below(s, (int64_t)(sizeof backends / sizeof *backends))];
 	if (one_in(s, 32)) c->options.flags = (uint32_t)draw(s);
-	if (one_in(s, 32)) c->options.num_threads = (int32_t)PICK(s, -1, 1024, 1025, INT32_MAX, INT32_MIN);
+	if (one_in(s, 32)) c->options.num_threads = (int32_t)PICK(s, -1, 0, 1025, INT32_MAX, INT32_MIN);
 	if (one_in(s, 32)) c->options.reserved = 1;
 	if (one_in(s, 32)) c->options.struct_size = (uint32_t)below(s, (int64_t)sizeof c->options + 1);
 	if (one_in(s, 32)) c->stream.type = (int32_t)PICK(s, 1, 2, 3, -1, INT32_MAX);
