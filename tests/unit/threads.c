@@ -188,7 +188,9 @@ static void look_at_signals(void *argument, int lane) {
 /* Whether other threads do take lanes, and none of them takes signals. */
 static bool workers_take_part(void) {
 	taken t = {.caller = pthread_self()};
-	for (int i = 0; i < 3; i++) ingot__parallel(4, look_at_signals, &t);
+	/* On a busy machine the caller may finish many a job before a worker wakes. */
+	for (int i = 0; i < 3 || (i < 1000 && atomic_load(&t.on_workers) == 0); i++)
+		ingot__parallel(4, look_at_signals, &t);
 	return atomic_load(&t.on_workers) > 0 && atomic_load(&t.on_workers) == atomic_load(&t.blocked);
 }
 
