@@ -265,6 +265,7 @@ static inline void bwd_begin(bwd_scope *c, const ingot__problem *p, const ingot_
 	c->to_lse = p->lse_base == INGOT_LSE_BASE2 ? (float)X86_LOG2E : 1;
 	c->product_to_lse = (float)(p->softmax_scale * (p->lse_base == INGOT_LSE_BASE2 ? X86_LOG2E : 1));
 	c->to_two = p->lse_base == INGOT_LSE_BASE2 ? 1 : (float)X86_LOG2E;
+	c->kept = 1;
 	if (p->features & INGOT__DROPOUT) {
 		c->seed = ingot__dropout_seed(p);
 		c->offset = ingot__dropout_offset(p);
@@ -535,7 +536,7 @@ X86_INLINE void bwd_entries(const bwd_scope *c, const bwd_row_terms *t, int r, i
 		vf p = v_exp2(v_mul(v_fms(x, t->to_lse, t->lse), t->to_two), degree), weight = p;
 		if (c->p->features & INGOT__DROPOUT) {
 			const vmask keep = v_from_bits(c->keep[r][j / VL]);
-			weight = v_select(keep, v_mul(p, v_set(c->kept)), v_zero());
+			weight = v_select(keep, p, v_zero()); /* dV is scaled as it is stored, so that P is what is rounded */
 			dp = v_select(keep, v_mul(dp, v_set(c->kept)), v_zero());
 		}
 		vf ds = v_mul(p, v_sub(dp, t->delta));
@@ -770,7 +771,7 @@ X86_INLINE void bwd_gradients(const ingot__problem *p, const ingot__plan *plan, 
 					              p->head_dim, c->scale);
 				if (c->want_dv)
 					bwd_store_row(&p->dv, ingot__row_offset(&p->dv, c->k, head_k, c->key + j), dv, c->wide_v, j,
-					              p->head_dim_v, 1);
+					              p->head_dim_v, c->kept);
 			}
 		}
 		if (!c->want_dq) continue;
