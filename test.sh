@@ -72,7 +72,7 @@ mkdir -p build
 
 stage "build release" build release && {
 	stage "C tests, release" c_tests release
-	[ -n "$quick" ] || stage "every kernel, level 2" build/release/ingot check --level 2
+	[ -n "$quick" ] || stage "every kernel, level 1" build/release/ingot check --level 1
 	stage "Python tests" python_tests tests/python -m "not torch and not images"
 }
 if [ -z "$quick" ]; then
