@@ -193,7 +193,7 @@ static void test_rows_of_a_child(void **state) {
 	const ingot__impl *fast[2];
 	if (fast_ones(INGOT__ATTN_FWD, fast) < 2) skip();
 	ingot__device other = *device;
-	snprintf(other.arch, sizeof other.arch, "%s", ingot__arch_parent(device->arch));
+	snprintf(other.arch, sizeof other.arch, "test_parent");
 	other.model[0] = 0;
 	assert_int_equal(choose(&other, NULL, 0), INGOT_OK);
 	assert_int_equal(candidate(fast[0])->cases, 0);
@@ -321,6 +321,12 @@ int main(int argc, char **argv) {
 	snprintf(rows_path, sizeof rows_path, "%s/ingot-rows-XXXXXX", folder && *folder ? folder : "/tmp");
 	const int file = mkstemp(rows_path);
 	if (file < 0 || ingot__device_get(cpu, &device) != INGOT_OK) return 1;
+	/* an architecture of this test's own: the library's rows are of other ones and come and go */
+	static ingot__device own;
+	own = *device;
+	snprintf(own.arch, sizeof own.arch, "test_child");
+	snprintf(own.model, sizeof own.model, "test_model");
+	device = &own;
 	close(file);
 	write_rows();
 	setenv("INGOT_TUNING_PATH", rows_path, 1);
