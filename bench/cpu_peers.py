@@ -195,7 +195,7 @@ def main():
         print(f"# {len(lines)} lines, geometric mean {mean:.2f}x torch, least {min(ratios):.2f}x, torch faster on {len(slower)}")
     if args.json:
         Path(args.json).write_text(json.dumps(dict(arch=arch.value.decode(), model=model.value.decode(), torch=torch.__version__,
-                                                   rows=lines), indent=1))
+                                                   rows=lines), indent=0) + "\n")
 
 
 if __name__ == "__main__":

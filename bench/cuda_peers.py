@@ -216,7 +216,7 @@ def main():
             torch.cuda.empty_cache()
     if args.json:
         Path(args.json).write_text(json.dumps(dict(device=torch.cuda.get_device_name(), torch=torch.__version__,
-                                                   cudnn=torch.backends.cudnn.version(), rows=lines), indent=1))
+                                                   cudnn=torch.backends.cudnn.version(), rows=lines), indent=1) + "\n")
 
 
 if __name__ == "__main__":
