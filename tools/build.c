@@ -227,12 +227,15 @@ static int write_ninja(const plan *p) {
 		(long long)p->jobs);
 	fprintf(f, "timeout -k 10 %lld ", (long long)p->limit);
 	put_shell(f, p->nvcc);
-	fprintf(f,
-	        " $target -cubin -O3 -std=c++17 -Xptxas -v -DINGOT_DEVICE $defines -MD -MF $out.d -MT $out -o $out.part ");
+	/* What a compile writes bears its shell's number until it is whole: a compiler that outlived a killed build must not share a
+	 * file with the next build's. */
+	fprintf(f, " $target -cubin -O3 -std=c++17 -Xptxas -v -DINGOT_DEVICE $defines -MD -MF $out.$$$$.d -MT $out -o "
+	           "$out.$$$$.part ");
 	fprintf(
 		f,
-		"'$in' > $out.log 2>&1 && mv $out.part $out || { status=$$?; echo \"$arch $name failed with status $$status (124: over the limit "
-		"of %lld s); the end of $out.log:\"; tail -n 25 $out.log; rm -f $out.part; exit 1; }\n",
+		"'$in' > $out.$$$$.log 2>&1 && mv $out.$$$$.log $out.log && mv $out.$$$$.d $out.d && mv $out.$$$$.part $out || { "
+		"status=$$?; echo \"$arch $name failed with status $$status (124: over the limit of %lld s); the end of its log:\"; "
+		"tail -n 25 $out.$$$$.log; rm -f $out.$$$$.*; exit 1; }\n",
 		(long long)p->limit);
 	fprintf(
 		f,

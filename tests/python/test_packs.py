@@ -185,7 +185,10 @@ def test_diff_merge_and_extract(packs, pack, tmp_path):
 def test_a_killed_build_leaves_nothing_half_made(tmp_path):
     with subprocess.Popen([COMMAND, "build", "--arch", "sm_90a", "-o", tmp_path, "--only", SMALL, "--nvcc", nvcc(), "--source",
                            ROOT], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as child:
-        time.sleep(0.7)
+        # as soon as the compiler is at work: its log is there before its object
+        end = time.monotonic() + 60
+        while not list(tmp_path.glob("objects/sm_90a/*.log")) and time.monotonic() < end:
+            time.sleep(0.002)
         os.killpg(child.pid, signal.SIGKILL)
     assert not (tmp_path / "ingot-sm_90a.pack").exists()
     assert build(tmp_path).returncode == 0

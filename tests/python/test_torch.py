@@ -126,7 +126,7 @@ def test_lse(dtype):
     q, k, v = make(dtype, (2, 2, 40, 64), (2, 2, 90, 64), (2, 2, 90, 64))
     exact = torch.logsumexp(q.double() @ k.double().transpose(2, 3) / 8, -1).numpy()
     for backend in BACKENDS:
-        if takes(backend, dtype):
+        if takes(backend, dtype, 40):
             _, lse = run(q, k, v, backend)
             judge.check_lse(lse.double().numpy(), exact, [exact])
 
