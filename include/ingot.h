@@ -328,9 +328,10 @@ typedef struct ingot_attn_merge_params {
  * (new_lengths, new_positions, max_seqlen_new); stacked ones are [1,Hk,T,*]. Cache: k, v [B,Hk,Sk,*], or paged exactly as in
  * attn_fwd, described by the K byte (unstacked; INDIVIDUAL, or LAST_PAGE with CSR pages). k_lengths holds each sequence's
  * length before the append, or after it when lengths_after is 1 (mandatory with LAST_PAGE): token t of sequence b goes to
- * row length_before + t. Rows below 0 or beyond the slot or page list are dropped. k_new and v_new F32, F16 or BF16; the
- * cache that same type or 8-bit (then the value stored is new / descale, saturated to the largest finite value). Rows of
- * different sequences must not meet in one slot. v and v_new may be absent together.
+ * row length_before + t. Rows below 0 or beyond the slot or page list are dropped, and with CSR pages those from
+ * max_seqlen_k on. k_new and v_new F32, F16 or BF16; the cache that same type or 8-bit (then the value stored is
+ * new / descale, saturated to the largest finite value). Rows of different sequences must not meet in one slot. v and v_new
+ * may be absent together.
  */
 typedef struct ingot_kv_append_params {
 	uint32_t struct_size;
@@ -441,8 +442,10 @@ INGOT_API ingot_status ingot_attn_dropout_mask_explain(const ingot_attn_dropout_
                                                        ingot_stream stream, const ingot_options *options,
                                                        int32_t format, char *buffer, size_t capacity, size_t *needed);
 
-/* One number over the choices this process would make on the stream's device: tables, packs and library. Ranks of one job
- * compare it to be sure that they choose alike. OK, NO_DEVICE; digest must not be NULL. */
+/* One number over the choices this process would make on the stream's device: the tuning rows in use, every implementation's
+ * source, the library's version, the device's architecture, and on a GPU the packs of INGOT_IMAGE_PATH and of the library's
+ * folder (not those of an options.image_path). Ranks of one job compare it to be sure that they choose alike. OK, INVALID,
+ * NO_DEVICE, DRIVER, OUT_OF_MEMORY; digest must not be NULL. */
 INGOT_API ingot_status ingot_selection_digest(ingot_stream stream, uint64_t *digest);
 
 /* ---- experimental: may change in any version ------------------------------------------------------------------------ */

@@ -116,7 +116,9 @@ ingot_status ingot_selection_digest(ingot_stream stream, uint64_t *digest) {
 	if (!digest) return ingot__fail(INGOT_INVALID, "digest is NULL");
 	ingot_status s = ingot__device_get(stream, &device);
 	if (s) return s;
-	uint64_t d = ingot__table_digest() ^ (uint64_t)ingot_version();
+	uint64_t packs;
+	if ((s = ingot__image_digest(device, &packs))) return s;
+	uint64_t d = ingot__table_digest() ^ (uint64_t)ingot_version() ^ packs;
 	for (const char *c = device->arch; *c; c++) d = (d ^ (unsigned char)*c) * 0x100000001b3u; /* FNV-1a */
 	*digest = d;
 	return INGOT_OK;

@@ -326,13 +326,16 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 		if (!x->refusal && (!best || better(x, best))) best = x;
 	}
 	if (!best) {
-		const ingot__candidate *last = choice->candidates ? &choice->candidate[choice->candidates - 1] : NULL;
-		if (!last)
+		if (!choice->candidates)
 			return ingot__fail(INGOT_UNSUPPORTED, "no implementation of %s is built for this device",
 			                   operator_names[problem->op]);
-		return ingot__fail(INGOT_UNSUPPORTED, "%s%s%s cannot run this call: %s", force ? "the forced " : "",
-		                   last->impl->family, choice->candidates > 1 ? " and every other candidate" : "",
-		                   last->refusal);
+		const ingot__candidate *const last = &choice->candidate[choice->candidates - 1];
+		if (force && choice->candidates == 1)
+			return ingot__fail(INGOT_UNSUPPORTED, "the forced \"%.80s\" cannot run this call: %s", backend,
+			                   last->refusal);
+		return ingot__fail(INGOT_UNSUPPORTED, "none of the %d candidates%s%.80s%s can run this call; the last, %s: %s",
+		                   choice->candidates, force ? " of the forced \"" : "", backend, force ? "\"" : "",
+		                   last->impl->name, last->refusal);
 	}
 	choice->impl = best->impl;
 	choice->variant = best->variant;

@@ -164,6 +164,16 @@ bool ingot__image_present(const ingot__impl *impl, int variant, const ingot__dev
 	return presence == PRESENT;
 }
 
+ingot_status ingot__image_digest(const ingot__device *device, uint64_t *digest) {
+	*digest = 0;
+	if (device->type == INGOT_CPU) return INGOT_OK;
+	const store *const s = store_of(device, &(const ingot_options){0});
+	if (!s) return ingot__fail(INGOT_OUT_OF_MEMORY, "no memory to search for packs");
+	/* a header's digest covers the index, whose entries carry those of their objects */
+	for (int i = 0; i < s->packs; i++) *digest = (*digest ^ ingot__pack_head(s->pack[i])->digest) * 0x100000001b3u;
+	return INGOT_OK;
+}
+
 /* ---- loading ------------------------------------------------------------------------------------------------------------- */
 
 static ingot_status load(store *s, const ingot__impl *impl, int variant, loaded **out) {

@@ -388,6 +388,19 @@ def test_vl02_empty_queries_with_keys(rng, d, causal):
             )
 
 
+def test_vl02_no_tokens_at_all(rng):
+    """Three empty sequences with maxima of 0: nothing to write, or rows without a key."""
+    none = ingot.ints([0, 0, 0, 0])
+    k = ingot.empty((1, 2, 0, 64), "f32")
+    for rows in (0, 6):
+        q = rounded(rng, (1, 2, rows, 64), "f32")
+        out, lse = ingot.empty((1, 2, rows, 64), "f32"), ingot.empty((2, rows), "f32")
+        lengths = ingot.ints([0, 2, 4, 6]) if rows else none
+        for name in every("attn_fwd", ALL, q=q, k=k, v=k, out=out, lse=lse, varlen=CU, batch=3, max_seqlen_q=rows and 2,
+                          max_seqlen_k=0, q_lengths=lengths, k_lengths=none):
+            assert (out.values == 0).all() and np.isneginf(lse.values).all(), name
+
+
 def test_vl03_single_token_sequences(rng):
     q, k, v = (rounded(rng, (1, h, 1, 120), "bf16") for h in (21, 7, 7))
     out, lse = ingot.empty((1, 21, 1, 120), "bf16"), ingot.empty((21, 1), "f32")

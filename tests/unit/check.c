@@ -249,6 +249,19 @@ static void test_attention_fields(void **state) {
 	REFUSED(fwd, ATTN_FWD, p.varlen = 1u << 16, "varlen", "stacked");
 	REFUSED(fwd, ATTN_FWD, p.varlen = 2u << 16, "varlen", "1 TH");
 
+	/* A stacked side of no tokens has no longest sequence to name; one with room for tokens must say it. */
+	ACCEPTED(fwd, ATTN_FWD, p.varlen = INGOT_VARLEN_COMPACT; p.q = p.out = VIEW(BF16, 1, 4, 0, 8);
+	         p.lse = VIEW(F32, 4, 0); p.k = p.v = VIEW(BF16, 1, 2, 0, 8); p.q_lengths = p.k_lengths = VIEW(I32, 4);
+	         p.batch = 3);
+	assert_int_equal(problem.q_side.max_seqlen, 0);
+	assert_int_equal(problem.k_side.max_seqlen, 0);
+	ACCEPTED(fwd, ATTN_FWD, p.varlen = INGOT_VARLEN_COMPACT; p.q = p.out = VIEW(BF16, 1, 4, 5, 8);
+	         p.lse = VIEW(F32, 4, 5); p.k = p.v = VIEW(BF16, 1, 2, 0, 8); p.q_lengths = p.k_lengths = VIEW(I32, 4);
+	         p.batch = 3; p.max_seqlen_q = 5);
+	REFUSED(fwd, ATTN_FWD, p.varlen = INGOT_VARLEN_COMPACT; p.q = p.out = VIEW(BF16, 1, 4, 5, 8);
+	        p.lse = VIEW(F32, 4, 5); p.k = p.v = VIEW(BF16, 1, 2, 7, 8); p.q_lengths = p.k_lengths = VIEW(I32, 4);
+	        p.batch = 3; p.max_seqlen_q = 5, "max_seqlen_k", "mandatory");
+
 	ACCEPTED(bwd, ATTN_BWD, p.dq.dtype = p.dk.dtype = p.dv.dtype = INGOT_NONE);
 	ACCEPTED(bwd, ATTN_BWD, p.bias = VIEW(BF16, 1, 4, 5, 7); p.dbias = VIEW(F32, 1, 4, 5, 7));
 	REFUSED(bwd, ATTN_BWD, p.lse.dtype = INGOT_NONE, "lse", "required");

@@ -129,8 +129,16 @@ static void test_no_fallback(void **state) {
 		assert_int_equal(choose(&bare, x->name, 0), INGOT_UNSUPPORTED);
 		expect_sentence("forced");
 		expect_sentence("instructions");
+		char full[128]; /* as it was given, family and variant too */
+		snprintf(full, sizeof full, "%s/%s:%s", x->family, x->name, ingot__variant_name(x, 0));
+		assert_int_equal(choose(&bare, full, 0), INGOT_UNSUPPORTED);
+		expect_sentence(full);
 		assert_null(choice.impl);
 		refused++;
+	}
+	if (refused > 1) {
+		assert_int_equal(choose(&bare, "x86", 0), INGOT_UNSUPPORTED);
+		expect_sentence("candidates of the forced \"x86\"");
 	}
 	assert_int_equal(choose(&bare, NULL, 0), INGOT_OK);
 	assert_string_equal(choice.impl->name, "attn_fwd_reference");
