@@ -48,7 +48,6 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 	ingot__functions functions;
 	ingot_status s;
 
-	ingot__error_begin(function);
 	if ((s = need_answer(v, a)) || (s = ingot__check_options(given, &options)) ||
 	    (s = ingot__check(op, params, &options, v == RUN, &problem)) || (s = ingot__device_get(stream, &device)))
 		return s;
@@ -65,7 +64,6 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 	if (v == EXPLAIN) {
 		if (s && s != INGOT_UNSUPPORTED && s != INGOT_DEGRADED) return s;
 		ingot__explain(&problem, device, &choice, &plan, bytes, a->format, a->buffer, a->capacity, a->needed);
-		ingot__error_begin(function);
 		return INGOT_OK;
 	}
 	if (s) return s;
@@ -84,24 +82,33 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 	return ingot__launch(&problem, device, &options, stream, &plan, &functions, threads);
 }
 
+static ingot_status make_call(const char *function, ingot__operator op, verb v, const void *params, ingot_stream stream,
+                              const ingot_options *given, const answer *a) {
+	ingot__error_begin(function);
+	const ingot_status s = run(function, op, v, params, stream, given, a);
+	if (!s)
+		ingot__error_begin(function); /* a folder without packs, a candidate that cannot run: no error of this call */
+	return s;
+}
+
 #define VERBS(op, OP)                                                                                               \
 	ingot_status ingot_##op(const ingot_##op##_params *params, ingot_stream stream, const ingot_options *options) { \
-		return run("ingot_" #op, INGOT__##OP, RUN, params, stream, options, NULL);                                  \
+		return make_call("ingot_" #op, INGOT__##OP, RUN, params, stream, options, NULL);                            \
 	}                                                                                                               \
 	ingot_status ingot_##op##_workspace(const ingot_##op##_params *params, ingot_stream stream,                     \
 	                                    const ingot_options *options, uint64_t *bytes) {                            \
 		const answer a = {.bytes = bytes};                                                                          \
-		return run("ingot_" #op "_workspace", INGOT__##OP, WORKSPACE, params, stream, options, &a);                 \
+		return make_call("ingot_" #op "_workspace", INGOT__##OP, WORKSPACE, params, stream, options, &a);           \
 	}                                                                                                               \
 	ingot_status ingot_##op##_prepare(const ingot_##op##_params *params, ingot_stream stream,                       \
 	                                  const ingot_options *options) {                                               \
-		return run("ingot_" #op "_prepare", INGOT__##OP, PREPARE, params, stream, options, NULL);                   \
+		return make_call("ingot_" #op "_prepare", INGOT__##OP, PREPARE, params, stream, options, NULL);             \
 	}                                                                                                               \
 	ingot_status ingot_##op##_explain(const ingot_##op##_params *params, ingot_stream stream,                       \
 	                                  const ingot_options *options, int32_t format, char *buffer, size_t capacity,  \
 	                                  size_t *needed) {                                                             \
 		const answer a = {.format = format, .buffer = buffer, .capacity = capacity, .needed = needed};              \
-		return run("ingot_" #op "_explain", INGOT__##OP, EXPLAIN, params, stream, options, &a);                     \
+		return make_call("ingot_" #op "_explain", INGOT__##OP, EXPLAIN, params, stream, options, &a);               \
 	}
 
 VERBS(attn_fwd, ATTN_FWD)
@@ -121,6 +128,7 @@ ingot_status ingot_selection_digest(ingot_stream stream, uint64_t *digest) {
 	uint64_t d = ingot__table_digest() ^ (uint64_t)ingot_version() ^ packs;
 	for (const char *c = device->arch; *c; c++) d = (d ^ (unsigned char)*c) * 0x100000001b3u; /* FNV-1a */
 	*digest = d;
+	ingot__error_begin("ingot_selection_digest");
 	return INGOT_OK;
 }
 

@@ -193,21 +193,24 @@ static ingot_status load(store *s, const ingot__impl *impl, int variant, loaded 
 		free(object);
 		return ingot__fail(INGOT_OUT_OF_MEMORY, "no memory to load %s:%s", impl->name, name);
 	}
-	status = s->device->driver->load(s->device, object, entry->size, &module);
+	const ingot__driver *const driver = s->device->driver;
+	char of[768];
+	snprintf(of, sizeof of, "pack %.512s, %s:%s", ingot__pack_path(pack), impl->name, name);
+	status = driver->load(s->device, object, entry->size, of, &module);
 	free(object);
+	const bool is_loaded = !status;
 	for (int i = 0; !status && i < INGOT__PACK_KERNELS && impl->kernels[i]; i++) {
 		const ingot__pack_kernel *kernel = NULL;
 		for (int j = 0; j < INGOT__PACK_KERNELS && !kernel; j++)
 			if (!strcmp(entry->kernel[j].name, impl->kernels[i])) kernel = &entry->kernel[j];
-		if (!kernel)
-			status = ingot__fail(INGOT_IMAGE, "pack %s, %s:%s has no kernel %s", ingot__pack_path(pack), impl->name,
-			                     name, impl->kernels[i]);
+		if (!kernel) status = ingot__fail(INGOT_IMAGE, "%s has no kernel %s", of, impl->kernels[i]);
 		else {
 			l->arguments_size[i] = kernel->arguments_size;
-			status =
-				s->device->driver->function(s->device, module, kernel->name, s->device->shared_most, &l->function[i]);
+			status = driver->function(s->device, module, of, kernel->name, s->device->shared_most, &l->function[i]);
 		}
 	}
+	/* what is loaded belongs to nobody now */
+	if (status && is_loaded) driver->unload(module);
 	if (status) free(l);
 	else *out = l;
 	return status;

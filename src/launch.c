@@ -80,6 +80,31 @@ static void put(block *b) {
 	free(b);
 }
 
+/* ---- memory from the caller ------------------------------------------------------------------------------------------- */
+
+static bool comes_from_alloc(const ingot_options *options, uint64_t bytes) {
+	return bytes && !options->workspace && options->alloc;
+}
+
+/* The caller's workspace, or what the caller's alloc gives; NULL when there is neither, or no need. */
+static ingot_status given_memory(const ingot_options *options, uint64_t bytes, void **memory) {
+	*memory = options->workspace;
+	if (*memory && options->workspace_size < bytes)
+		return ingot__fail(INGOT_WORKSPACE, "options.workspace_size is %llu; this call needs %llu bytes",
+		                   (unsigned long long)options->workspace_size, (unsigned long long)bytes);
+	if (!comes_from_alloc(options, bytes)) return INGOT_OK;
+	*memory = options->alloc(options->alloc_context, bytes);
+	if (!*memory)
+		return ingot__fail(INGOT_OUT_OF_MEMORY, "options.alloc gave no %llu bytes", (unsigned long long)bytes);
+	if ((uintptr_t)*memory % ALIGNMENT == 0) return INGOT_OK;
+	options->free(options->alloc_context, *memory);
+	return ingot__fail(INGOT_INVALID, "options.alloc gave %p; memory must be aligned to %d bytes", *memory, ALIGNMENT);
+}
+
+static void take_back(const ingot_options *options, uint64_t bytes, void *memory) {
+	if (comes_from_alloc(options, bytes)) options->free(options->alloc_context, memory);
+}
+
 /* ---- running ------------------------------------------------------------------------------------------------------------ */
 
 typedef struct job {
@@ -131,41 +156,30 @@ static ingot_status launch_kernels(const ingot__device *device, const ingot_opti
                                    ingot__plan *plan, const ingot__functions *functions) {
 	const ingot__driver *const driver = device->driver;
 	const uint64_t bytes = plan->workspace_bytes;
-	void *memory = options->workspace;
+	void *memory;
+	ingot_status s = given_memory(options, bytes, &memory);
+	if (s) return s;
+	ingot__visit visit;
 	bool own = false;
-	ingot_status s = INGOT_OK;
-	if (memory && options->workspace_size < bytes)
-		return ingot__fail(INGOT_WORKSPACE, "options.workspace_size is %llu; this call needs %llu bytes",
-		                   (unsigned long long)options->workspace_size, (unsigned long long)bytes);
-	if (!memory && bytes) {
-		if (options->alloc) {
-			memory = options->alloc(options->alloc_context, bytes);
-			if (!memory)
-				return ingot__fail(INGOT_OUT_OF_MEMORY, "options.alloc gave no %llu bytes", (unsigned long long)bytes);
-		} else {
+	if (!(s = driver->enter(device, stream.handle, &visit))) {
+		if (bytes && !memory) {
 			bool capturing;
-			if ((s = driver->capturing(device, stream.handle, &capturing))) return s;
-			if (capturing)
-				return ingot__fail(
-					INGOT_WORKSPACE,
-					"the stream is being captured and this call needs %llu bytes; give options.workspace",
-					(unsigned long long)bytes);
-			if ((s = driver->alloc(device, stream.handle, bytes, &memory))) return s;
+			if (!(s = driver->capturing(stream.handle, &capturing)) && capturing)
+				s = ingot__fail(INGOT_WORKSPACE,
+				                "the stream is being captured and this call needs %llu bytes; give options.workspace",
+				                (unsigned long long)bytes);
+			if (!s) own = !(s = driver->alloc(stream.handle, bytes, &memory));
 		}
-		own = true;
+		memcpy(plan->arguments, &memory, sizeof memory);
+		for (int i = 0; i < plan->steps && !s; i++) {
+			const ingot__step *const step = &plan->step[i];
+			if (step->grid[0] && step->grid[1] && step->grid[2])
+				s = driver->launch(stream.handle, functions->function[i], step, plan->arguments, plan->arguments_size);
+		}
+		if (own) s = driver->free(stream.handle, memory, s);
+		s = driver->leave(&visit, s);
 	}
-	memcpy(plan->arguments, &memory, sizeof memory);
-	for (int i = 0; i < plan->steps && !s; i++) {
-		const ingot__step *const step = &plan->step[i];
-		if (step->grid[0] && step->grid[1] && step->grid[2])
-			s = driver->launch(device, stream.handle, functions->function[i], step->grid, step->block,
-			                   step->shared_bytes, plan->arguments, plan->arguments_size);
-	}
-	if (own && options->alloc) options->free(options->alloc_context, memory);
-	else if (own) {
-		const ingot_status freed = driver->free(device, stream.handle, memory);
-		if (!s) s = freed;
-	}
+	take_back(options, bytes, memory);
 	return s;
 }
 
@@ -173,34 +187,18 @@ ingot_status ingot__launch(const ingot__problem *problem, const ingot__device *d
                            ingot_stream stream, ingot__plan *plan, const ingot__functions *functions, int threads) {
 	if (device->type != INGOT_CPU) return launch_kernels(device, options, stream, plan, functions);
 	const uint64_t bytes = ingot__launch_bytes(plan, device, threads);
-	if (options->workspace) {
-		if (options->workspace_size < bytes)
-			return ingot__fail(INGOT_WORKSPACE, "options.workspace_size is %llu; this call needs %llu bytes",
-			                   (unsigned long long)options->workspace_size, (unsigned long long)bytes);
-		run_steps(problem, options, plan, threads, options->workspace);
-		return INGOT_OK;
+	void *memory;
+	const ingot_status s = given_memory(options, bytes, &memory);
+	if (s) return s;
+	block *own = NULL;
+	if (bytes && !memory) {
+		if (!(own = take(bytes)))
+			return ingot__fail(INGOT_OUT_OF_MEMORY, "no %llu bytes of workspace could be had",
+			                   (unsigned long long)bytes);
+		memory = own->memory;
 	}
-	if (bytes == 0) {
-		run_steps(problem, options, plan, threads, NULL);
-		return INGOT_OK;
-	}
-	if (options->alloc) {
-		void *memory = options->alloc(options->alloc_context, bytes);
-		if (!memory)
-			return ingot__fail(INGOT_OUT_OF_MEMORY, "options.alloc gave no %llu bytes", (unsigned long long)bytes);
-		if ((uintptr_t)memory % ALIGNMENT) {
-			options->free(options->alloc_context, memory);
-			return ingot__fail(INGOT_INVALID, "options.alloc gave %p; memory must be aligned to %d bytes", memory,
-			                   ALIGNMENT);
-		}
-		run_steps(problem, options, plan, threads, memory);
-		options->free(options->alloc_context, memory);
-		return INGOT_OK;
-	}
-	block *const b = take(bytes);
-	if (!b)
-		return ingot__fail(INGOT_OUT_OF_MEMORY, "no %llu bytes of workspace could be had", (unsigned long long)bytes);
-	run_steps(problem, options, plan, threads, b->memory);
-	put(b);
+	run_steps(problem, options, plan, threads, memory);
+	if (own) put(own);
+	take_back(options, bytes, memory);
 	return INGOT_OK;
 }

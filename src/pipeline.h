@@ -128,23 +128,37 @@ ingot_status ingot__check_options(const ingot_options *options, ingot_options *o
 typedef struct ingot__plan ingot__plan;
 struct ingot__device;
 
-/* What a GPU's driver does for image.c and launch.c; NULL on a CPU. Every function enters the stream's or the device's own
- * context and restores the caller's; DRIVER (or OUT_OF_MEMORY, IMAGE) with a sentence. */
+struct ingot__step;
+
+/* What enter() changed and leave() puts back. */
+typedef struct ingot__visit {
+	bool pushed;
+} ingot__visit;
+
+/* What a GPU's driver does for image.c and launch.c; NULL on a CPU. A failure is a status with a sentence that names the
+ * driver's error: OUT_OF_MEMORY, IMAGE or DRIVER, and DRIVER alone from what may follow a first launch. */
 typedef struct ingot__driver {
-	/* Loads a code object into the device; it stays for the life of the process. */
-	ingot_status (*load)(const struct ingot__device *device, const void *object, size_t size, void **module);
-	/* A kernel of a module, allowed `shared_bytes` of dynamic shared memory. NULL function and IMAGE: no such kernel. */
-	ingot_status (*function)(const struct ingot__device *device, void *module, const char *kernel,
+	/* Loads a code object into the device, where it stays until unload. Both enter the device's own context by themselves.
+	 * `of` says in a sentence what the object is. */
+	ingot_status (*load)(const struct ingot__device *device, const void *object, size_t size, const char *of,
+	                     void **module);
+	void (*unload)(void *module);
+	/* A kernel of a module, allowed `shared_bytes` of shared memory. IMAGE: no such kernel. */
+	ingot_status (*function)(const struct ingot__device *device, void *module, const char *of, const char *kernel,
 	                         uint32_t shared_bytes, void **function);
-	/* Launches with one argument struct by value. */
-	ingot_status (*launch)(const struct ingot__device *device, void *stream, void *function, const uint32_t grid[3],
-	                       const uint32_t block[3], uint32_t shared_bytes, const void *arguments,
+	/* Makes the stream's context current, until leave() restores the caller's; what follows is used in between. INVALID: the
+	 * stream is another device's. */
+	ingot_status (*enter)(const struct ingot__device *device, void *stream, ingot__visit *visit);
+	/* leave() and free() are told how it went so far, and return that when it is not OK: the first failure is the one to tell. */
+	ingot_status (*leave)(const ingot__visit *visit, ingot_status so_far);
+	/* Queues a step with one argument struct by value. */
+	ingot_status (*launch)(void *stream, void *function, const struct ingot__step *step, const void *arguments,
 	                       size_t arguments_size);
 	/* Stream-ordered memory, aligned to 256 bytes. */
-	ingot_status (*alloc)(const struct ingot__device *device, void *stream, uint64_t size, void **memory);
-	ingot_status (*free)(const struct ingot__device *device, void *stream, void *memory);
+	ingot_status (*alloc)(void *stream, uint64_t size, void **memory);
+	ingot_status (*free)(void *stream, void *memory, ingot_status so_far);
 	/* Whether the stream is being captured into a graph. */
-	ingot_status (*capturing)(const struct ingot__device *device, void *stream, bool *capturing);
+	ingot_status (*capturing)(void *stream, bool *capturing);
 } ingot__driver;
 
 typedef struct ingot__device {

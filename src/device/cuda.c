@@ -27,6 +27,8 @@ typedef unsigned long long CUdeviceptr;
 enum {
 	CUDA_SUCCESS = 0,
 	CUDA_ERROR_OUT_OF_MEMORY = 2,
+	CUDA_ERROR_INVALID_IMAGE = 200,
+	CUDA_ERROR_NO_BINARY_FOR_GPU = 209,
 	CUDA_ERROR_NOT_FOUND = 500,
 	ATTRIBUTE_MULTIPROCESSORS = 16,
 	ATTRIBUTE_L2_BYTES = 38,
@@ -56,6 +58,7 @@ enum {
 	X(CUresult, cuLibraryLoadData,                                                                                     \
 	  (CUlibrary * library, const void *code, int *jit, void **jit_values, unsigned jit_count, int *options,           \
 	   void **option_values, unsigned option_count))                                                                   \
+	X(CUresult, cuLibraryUnload, (CUlibrary library))                                                                  \
 	X(CUresult, cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char *name))                          \
 	X(CUresult, cuKernelGetAttribute, (int *value, int attribute, CUkernel kernel, CUdevice device))                   \
 	X(CUresult, cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device))                    \
@@ -69,16 +72,35 @@ enum {
 FUNCTIONS(DECLARE)
 #undef DECLARE
 
-static const char *error_name(CUresult error) {
-	const char *name = NULL;
-	return cuGetErrorName && cuGetErrorName(error, &name) == CUDA_SUCCESS && name ? name : "an unknown CUDA error";
+/* Errors that end a context: after one of them the driver answers every call with it. */
+static bool loses_context(CUresult error) {
+	static const short lost[] = {214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719};
+	for (size_t i = 0; i < sizeof lost / sizeof *lost; i++)
+		if (lost[i] == error) return true;
+	return false;
 }
 
+static ingot_status report(ingot_status status, CUresult error, const char *what) {
+	const char *name = NULL, *text = NULL;
+	if (cuGetErrorName(error, &name) || !name) name = "an unknown CUDA error";
+	if (cuGetErrorString(error, &text) || !text) text = "no text";
+	return ingot__fail(status, "%s: %s (%d, %s)%s", what, name, error, text,
+	                   loses_context(error) ? "; the device's context is lost, and with it every later call of this "
+	                                          "process on the device"
+	                                        : "");
+}
+
+/* Before anything was launched. */
 static ingot_status driver_failed(CUresult error, const char *what) {
-	const char *text = NULL;
-	if (cuGetErrorString(error, &text) != CUDA_SUCCESS || !text) text = "no text";
-	return ingot__fail(error == CUDA_ERROR_OUT_OF_MEMORY ? INGOT_OUT_OF_MEMORY : INGOT_DRIVER, "%s: %s (%s)", what,
-	                   error_name(error), text);
+	return report(error == CUDA_ERROR_OUT_OF_MEMORY                                            ? INGOT_OUT_OF_MEMORY
+	              : error == CUDA_ERROR_INVALID_IMAGE || error == CUDA_ERROR_NO_BINARY_FOR_GPU ? INGOT_IMAGE
+	                                                                                           : INGOT_DRIVER,
+	              error, what);
+}
+
+/* Where something may have been: INGOT_DRIVER is the one status that allows it. */
+static ingot_status driver_failed_late(CUresult error, const char *what) {
+	return report(INGOT_DRIVER, error, what);
 }
 
 /* ---- opening --------------------------------------------------------------------------------------------------------------- */
@@ -91,9 +113,8 @@ static struct {
 	CUdevice device;
 } states[DEVICES];
 static int device_count;
-static char no_driver[256]; /* why there is none */
-static atomic_bool forked;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
+static atomic_bool opened, forked;
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 static const ingot__driver driver;
 
 static const struct {
@@ -119,7 +140,8 @@ uint64_t ingot__cuda_arch_bit(const char *arch) {
 }
 
 static void in_child(void) {
-	atomic_store(&forked, true);
+	if (atomic_load(&opened)) atomic_store(&forked, true);
+	pthread_mutex_init(&opening, NULL);
 }
 
 /* "NVIDIA H200" -> "h200" */
@@ -153,6 +175,7 @@ static CUresult describe(int ordinal) {
 		if (rows[i].capability / 10 == major && rows[i].capability <= major * 10 + minor) best = i;
 	d->type = INGOT_CUDA;
 	d->ordinal = ordinal;
+	d->arch_mask = 0;
 	d->threads = 1;
 	d->shared_most = (uint32_t)shared;
 	d->l2_bytes = (uint64_t)l2;
@@ -169,30 +192,30 @@ static CUresult describe(int ordinal) {
 	return CUDA_SUCCESS;
 }
 
-static void open_driver(void) {
-	void *const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-	if (!library) {
-		snprintf(no_driver, sizeof no_driver, "there is no NVIDIA driver: %.160s", dlerror());
-		return;
-	}
-#define RESOLVE(result, name, parameters)                                                                           \
-	*(void **)&name = dlsym(library, #name);                                                                        \
-	if (!name) {                                                                                                    \
-		snprintf(no_driver, sizeof no_driver, "the NVIDIA driver has no %s; Ingot needs one of CUDA 12.0 or later", \
-		         #name);                                                                                            \
-		return;                                                                                                     \
-	}
+/* What failed is tried again at the next call: a driver that was out of memory may have some then. */
+static ingot_status open_driver(void) {
+	static void *library;
+	static bool handles_fork;
+	if (!library && !(library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL)))
+		return ingot__fail(INGOT_NO_DEVICE, "there is no NVIDIA driver: %.160s", dlerror());
+#define RESOLVE(result, name, parameters)                                                                         \
+	*(void **)&name = dlsym(library, #name);                                                                      \
+	if (!name)                                                                                                    \
+		return ingot__fail(INGOT_NO_DEVICE, "the NVIDIA driver has no %s; Ingot needs one of CUDA 12.0 or later", \
+		                   #name);
 	FUNCTIONS(RESOLVE)
 #undef RESOLVE
+	if (!handles_fork) handles_fork = pthread_atfork(NULL, NULL, in_child) == 0;
 	int count = 0;
 	CUresult e = cuInit(0);
 	if (!e) e = cuDeviceGetCount(&count);
 	if (count > DEVICES) count = DEVICES;
 	for (int i = 0; i < count && !e; i++) e = describe(i);
-	if (e) snprintf(no_driver, sizeof no_driver, "the NVIDIA driver does not start: %s", error_name(e));
-	else if (!count) snprintf(no_driver, sizeof no_driver, "the NVIDIA driver sees no device");
-	else device_count = count;
-	pthread_atfork(NULL, NULL, in_child);
+	if (e) return report(INGOT_NO_DEVICE, e, "the NVIDIA driver does not start");
+	if (!count) return ingot__fail(INGOT_NO_DEVICE, "the NVIDIA driver sees no device");
+	device_count = count;
+	atomic_store_explicit(&opened, true, memory_order_release);
+	return INGOT_OK;
 }
 
 /* ---- contexts ------------------------------------------------------------------------------------------------------------ */
@@ -217,12 +240,17 @@ static bool is_default(const void *stream) {
 	return (uintptr_t)stream <= 2;
 }
 
-typedef struct visit {
-	bool pushed;
-} visit;
+static ingot_status leave(const ingot__visit *v, ingot_status so_far) {
+	CUcontext popped;
+	if (!v->pushed) return so_far;
+	const CUresult e = cuCtxPopCurrent_v2(&popped);
+	if (!e) return so_far;
+	(void)cuCtxPopCurrent_v2(&popped); /* the caller's context should come back whatever the first one failed of */
+	return so_far ? so_far : driver_failed_late(e, "the caller's context cannot be restored");
+}
 
 /* Makes the context of a stream of the device current until leave(). */
-static ingot_status enter(const ingot__device *device, void *stream, visit *v) {
+static ingot_status enter(const ingot__device *device, void *stream, ingot__visit *v) {
 	CUcontext want, now;
 	CUresult e;
 	v->pushed = false;
@@ -233,11 +261,12 @@ static ingot_status enter(const ingot__device *device, void *stream, visit *v) {
 		if ((e = cuStreamGetCtx(stream, &own))) return driver_failed(e, "stream.handle is no stream of this process");
 		if (own != want) {
 			CUdevice of = -1;
-			CUcontext popped;
 			if ((e = cuCtxPushCurrent_v2(own))) return driver_failed(e, "the stream's context cannot be entered");
 			e = cuCtxGetDevice(&of);
-			cuCtxPopCurrent_v2(&popped);
-			if (e) return driver_failed(e, "the stream's device cannot be told");
+			v->pushed = true;
+			s = leave(v, e ? driver_failed(e, "the stream's device cannot be told") : INGOT_OK);
+			v->pushed = false;
+			if (s) return s;
 			if (of != states[device->ordinal].device)
 				return ingot__fail(INGOT_INVALID,
 				                   "stream.handle belongs to another device than stream.device, which is %d",
@@ -252,99 +281,95 @@ static ingot_status enter(const ingot__device *device, void *stream, visit *v) {
 	return INGOT_OK;
 }
 
-static void leave(const visit *v) {
-	CUcontext popped;
-	if (v->pushed) cuCtxPopCurrent_v2(&popped);
-}
-
 /* ---- what launch.c and image.c use ----------------------------------------------------------------------------------- */
 
-static ingot_status load(const ingot__device *device, const void *object, size_t size, void **module) {
+static ingot_status load(const ingot__device *device, const void *object, size_t size, const char *of, void **module) {
 	(void)size; /* the object's own headers say it; pack.c verified every byte */
-	visit v;
+	ingot__visit v;
 	ingot_status s = enter(device, NULL, &v);
 	if (s) return s;
-	CUlibrary library;
+	CUlibrary library = NULL;
 	const CUresult e = cuLibraryLoadData(&library, object, NULL, NULL, 0, NULL, NULL, 0);
-	leave(&v);
-	if (e) return driver_failed(e, "the driver refuses the image");
+	if (e) {
+		char what[1024];
+		snprintf(what, sizeof what, "%s: the driver refuses the image", of);
+		s = driver_failed(e, what);
+	}
+	s = leave(&v, s);
+	if (s && !e) (void)cuLibraryUnload(library);
 	*module = library;
-	return INGOT_OK;
+	return s;
 }
 
-static ingot_status function(const ingot__device *device, void *module, const char *name, uint32_t shared_bytes,
-                             void **out) {
-	visit v;
+static void unload(void *module) {
+	(void)cuLibraryUnload(module);
+}
+
+static ingot_status function(const ingot__device *device, void *module, const char *of, const char *name,
+                             uint32_t shared_bytes, void **out) {
+	ingot__visit v;
 	ingot_status s = enter(device, NULL, &v);
 	if (s) return s;
 	CUkernel kernel;
 	const CUdevice id = states[device->ordinal].device;
 	int fixed = 0;
 	CUresult e = cuLibraryGetKernel(&kernel, module, name);
-	if (e == CUDA_ERROR_NOT_FOUND) s = ingot__fail(INGOT_IMAGE, "the image has no kernel %s", name);
-	else {
-		if (!e) e = cuKernelGetAttribute(&fixed, FUNCTION_STATIC_SHARED, kernel, id);
-		/* static shared memory counts against the same limit */
-		if (!e) e = cuKernelSetAttribute(FUNCTION_DYNAMIC_SHARED_MOST, (int)shared_bytes - fixed, kernel, id);
-		if (e) s = driver_failed(e, "the image's kernel cannot be prepared");
+	const bool none = e == CUDA_ERROR_NOT_FOUND;
+	if (!e) e = cuKernelGetAttribute(&fixed, FUNCTION_STATIC_SHARED, kernel, id);
+	/* static shared memory counts against the same limit */
+	if (!e) e = cuKernelSetAttribute(FUNCTION_DYNAMIC_SHARED_MOST, (int)shared_bytes - fixed, kernel, id);
+	if (e) {
+		char what[1024];
+		snprintf(what, sizeof what, "%s: kernel %s cannot be prepared", of, name);
+		s = none ? report(INGOT_IMAGE, e, what) : driver_failed(e, what);
 	}
-	leave(&v);
+	s = leave(&v, s);
 	if (!s) *out = kernel;
 	return s;
 }
 
-static ingot_status launch(const ingot__device *device, void *stream, void *kernel, const uint32_t grid[3],
-                           const uint32_t block[3], uint32_t shared_bytes, const void *arguments,
+static ingot_status launch(void *stream, void *kernel, const ingot__step *step, const void *arguments,
                            size_t arguments_size) {
 	(void)arguments_size; /* image.c compared it with the image's */
-	visit v;
-	ingot_status s = enter(device, stream, &v);
-	if (s) return s;
 	void *parameters[] = {(void *)(uintptr_t)arguments};
-	const CUresult e = cuLaunchKernel(kernel, grid[0], grid[1], grid[2], block[0], block[1], block[2], shared_bytes,
-	                                  stream, parameters, NULL);
-	leave(&v);
-	return e ? driver_failed(e, "the kernel cannot be launched") : INGOT_OK;
+	const CUresult e = cuLaunchKernel(kernel, step->grid[0], step->grid[1], step->grid[2], step->block[0],
+	                                  step->block[1], step->block[2], step->shared_bytes, stream, parameters, NULL);
+	if (!e) return INGOT_OK;
+	char what[96];
+	snprintf(what, sizeof what, "kernel %.64s cannot be launched", step->kernel);
+	return driver_failed_late(e, what);
 }
 
-static ingot_status alloc(const ingot__device *device, void *stream, uint64_t size, void **memory) {
-	visit v;
-	ingot_status s = enter(device, stream, &v);
-	if (s) return s;
+static ingot_status alloc(void *stream, uint64_t size, void **memory) {
 	CUdeviceptr p = 0;
 	const CUresult e = cuMemAllocAsync(&p, size, stream);
-	leave(&v);
 	if (e) return driver_failed(e, "workspace cannot be allocated on the stream");
 	*memory = (void *)(uintptr_t)p;
 	return INGOT_OK;
 }
 
-static ingot_status release(const ingot__device *device, void *stream, void *memory) {
-	visit v;
-	ingot_status s = enter(device, stream, &v);
-	if (s) return s;
+static ingot_status release(void *stream, void *memory, ingot_status so_far) {
 	const CUresult e = cuMemFreeAsync((CUdeviceptr)(uintptr_t)memory, stream);
-	leave(&v);
-	return e ? driver_failed(e, "workspace cannot be freed on the stream") : INGOT_OK;
+	return so_far || !e ? so_far : driver_failed_late(e, "workspace cannot be freed on the stream");
 }
 
-static ingot_status capturing(const ingot__device *device, void *stream, bool *out) {
-	visit v;
-	ingot_status s = enter(device, stream, &v);
-	if (s) return s;
+static ingot_status capturing(void *stream, bool *out) {
 	int status = 0;
 	const CUresult e = cuStreamIsCapturing(stream, &status);
-	leave(&v);
 	if (e) return driver_failed(e, "the stream's capture state cannot be told");
 	*out = status != 0;
 	return INGOT_OK;
 }
 
-static const ingot__driver driver = {load, function, launch, alloc, release, capturing};
+static const ingot__driver driver = {load, unload, function, enter, leave, launch, alloc, release, capturing};
 
 ingot_status ingot__cuda_get(ingot_stream stream, const ingot__device **device) {
-	pthread_once(&once, open_driver);
-	if (!device_count) return ingot__fail(INGOT_NO_DEVICE, "%s", no_driver);
+	if (!atomic_load_explicit(&opened, memory_order_acquire)) {
+		pthread_mutex_lock(&opening);
+		const ingot_status s = atomic_load(&opened) ? INGOT_OK : open_driver();
+		pthread_mutex_unlock(&opening);
+		if (s) return s;
+	}
 	if (atomic_load_explicit(&forked, memory_order_relaxed))
 		return ingot__fail(
 			INGOT_NO_DEVICE,
