@@ -40,12 +40,24 @@ build() {
 }
 
 # ThreadSanitizer needs the addresses it knows: without setarch it may refuse to start under a randomised layout.
-c_tests() {
-	wrapper=
-	if [ "$1" = tsan ] && setarch -R true 2>/dev/null; then
+run_ctest() {
+	preset=$1 wrapper=
+	shift
+	if [ "$preset" = tsan ] && setarch -R true 2>/dev/null; then
 		wrapper="setarch -R"
 	fi
-	$wrapper ctest --preset "$1" -j "$jobs" --no-tests=error
+	$wrapper ctest --preset "$preset" -j "$jobs" --no-tests=error "$@"
+}
+
+c_tests() {
+	run_ctest "$1" -LE images
+}
+
+# The library on the driver double, with the pack of gpu_images.
+double_tests() {
+	for preset in release asan tsan; do
+		[ ! -e "build/$preset/libingot.so" ] || run_ctest "$preset" -L images || return 1
+	done
 }
 
 # pytest's own answer is not 0 when no test was found.
@@ -80,7 +92,10 @@ if [ -z "$quick" ]; then
 	stage "build tsan" build tsan && stage "C tests, tsan" c_tests tsan
 fi
 if [ -z "$quick" ]; then
-	stage "GPU images" gpu_images && stage "tests of packs" python_tests tests/python -m images
+	stage "GPU images" gpu_images && {
+		stage "tests of packs" python_tests tests/python -m images
+		stage "tests on the driver double" double_tests
+	}
 fi
 if [ -n "$torch" ] && [ -e build/release/libingot.so ]; then
 	stage "set up torch" need_python tests/requirements-torch.txt && stage "torch tests" python_tests tests/python -m torch

@@ -1,0 +1,29 @@
+"""The command on the driver double, as any program gets it: by LD_LIBRARY_PATH. No GPU, and no kernel runs.
+
+Marked `images`, as the double's own tests are (tests/double, run by ctest).
+"""
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ingot_ctypes as ingot
+
+pytestmark = pytest.mark.images
+COMMAND = os.environ.get("INGOT_COMMAND") or str(Path(ingot.PATH).parent / "ingot")
+DOUBLE = Path(COMMAND).parent / "tests/double"
+
+
+def listed(**environment):
+    done = subprocess.run([COMMAND, "list", "--json"], capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    return {x["name"]: x["available"] for x in json.loads(done.stdout)["implementations"] if x["device"] == "cuda"}
+
+
+def test_a_gpu_is_there_with_the_double_alone():
+    assert (DOUBLE / "libcuda.so.1").exists()
+    assert all(listed(LD_LIBRARY_PATH=str(DOUBLE)).values())
+    if not Path("/dev/nvidiactl").exists():
+        assert not any(listed().values())
