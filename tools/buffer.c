@@ -40,6 +40,15 @@ void buffer_fill_dead(buffer *b) {
 	if (b->memory) memset(b->memory, fnuz ? 0x80 : 0xff, b->bytes);
 }
 
+void buffer_fill_normal(buffer *b, uint64_t seed) {
+	enum { PERIOD = 16381 }; /* a prime: rows of any width differ */
+	const size_t size = (size_t)tool_dtype_size(b->t.dtype), period = PERIOD * size;
+	for (int64_t i = 0; i < PERIOD && (size_t)i < b->bytes / size; i++)
+		tool_store(b->memory, i, b->t.dtype, tool_normal(seed, 0, (uint64_t)i));
+	for (size_t done = period; done < b->bytes; done += period)
+		memcpy(b->memory + done, b->memory, b->bytes - done < period ? b->bytes - done : period);
+}
+
 void buffer_seal(buffer *b) {
 	if (b->memory) b->hash = XXH3_64bits(b->memory, b->bytes);
 }

@@ -22,7 +22,9 @@ void buffer_make(buffer *b, int32_t dtype, int ndim, const int64_t *shape, const
 void buffer_dense(buffer *b, int32_t dtype, int ndim, const int64_t *shape, int64_t offset, bool allocate);
 void buffer_release(buffer *b);
 
-void buffer_fill_dead(buffer *b);    /* an input: NaN everywhere, for integers -1 */
+void buffer_fill_dead(buffer *b); /* an input: NaN everywhere, for integers -1 */
+/* Normal values that repeat after some ten thousand: enough for timing, and a thousand times faster than one by one. */
+void buffer_fill_normal(buffer *b, uint64_t seed);
 void buffer_seal(buffer *b);         /* an input: remembers its bytes */
 bool buffer_intact(const buffer *b); /* whether they are still the same */
 

@@ -11,12 +11,6 @@
 
 typedef enum test_output { OUT, LSE, DQ, DK, DV, DBIAS, DSINK, SEED_OUT, OFFSET_OUT, TEST_OUTPUTS } test_output;
 
-typedef enum case_mode {
-	CASE_SHAPES, /* no memory: enough for explain, workspace and prepare */
-	CASE_SPEED,  /* tensors with values, no plain arrays */
-	CASE_CHECK   /* all of it */
-} case_mode;
-
 typedef struct test_case {
 	problem p;
 	uint64_t seed;

@@ -3,7 +3,7 @@
 #include "gpu.h"
 #include "rows.h"
 
-#include <math.h>
+#include <errno.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,57 +29,77 @@ bool check_workspace_intact(const void *workspace, uint64_t bytes) {
 	return true;
 }
 
+ingot_options check_reference(const check_run *run, const char *backend) {
+	return tool_options(backend, run->jobs > 1 ? 1 : 0);
+}
+
 void check_fail(check_run *run, check_kernel *kernel, const problem *p, uint64_t seed, const char *format, ...) {
+	pthread_mutex_lock(&run->lock);
 	if (kernel) kernel->failed++;
 	else run->broken++;
-	if (run->printed++ >= run->most_failures) return;
-	char line[PROBLEM_TEXT], text[CHECK_ERROR];
-	problem_print(p, line, sizeof line);
-	va_list arguments;
-	va_start(arguments, format);
-	vsnprintf(text, sizeof text, format, arguments);
-	va_end(arguments);
-	fflush(stdout);
-	fprintf(stderr, "FAIL %s: %s\n  again: ingot check --problem '%s' --seed %llu", kernel ? kernel->name : "case",
-	        text, line, (unsigned long long)seed);
-	fprintf(stderr, "%s%s\n", kernel ? " --backend " : "", kernel ? kernel->name : "");
-	if (run->printed == run->most_failures)
-		fprintf(stderr, "(further failures are counted, not printed; --failures N prints more)\n");
+	if (run->printed++ < run->most_failures) {
+		char line[PROBLEM_TEXT], text[CHECK_ERROR];
+		problem_print(p, line, sizeof line);
+		va_list arguments;
+		va_start(arguments, format);
+		vsnprintf(text, sizeof text, format, arguments);
+		va_end(arguments);
+		fflush(stdout);
+		fprintf(stderr, "FAIL %s: %s\n  again: ingot check --problem '%s' --seed %llu", kernel ? kernel->name : "case",
+		        text, line, (unsigned long long)seed);
+		fprintf(stderr, "%s%s\n", kernel ? " --backend " : "", kernel ? kernel->name : "");
+		if (run->printed == run->most_failures)
+			fprintf(stderr, "(further failures are counted, not printed; --failures N prints more)\n");
+	}
+	pthread_mutex_unlock(&run->lock);
 }
 
 void check_refused(check_run *run, check_kernel *kernel, const problem *p) {
+	pthread_mutex_lock(&run->lock);
 	kernel->refused++;
 	snprintf(kernel->refusal, sizeof kernel->refusal, "%s", ingot_last_error());
-	if (!run->verbose) return;
-	char line[PROBLEM_TEXT];
-	problem_print(p, line, sizeof line);
-	printf("refused %s %s: %s\n", kernel->name, line, kernel->refusal);
+	if (run->verbose) {
+		char line[PROBLEM_TEXT];
+		problem_print(p, line, sizeof line);
+		printf("refused %s %s: %s\n", kernel->name, line, kernel->refusal);
+	}
+	pthread_mutex_unlock(&run->lock);
 }
 
 void check_passed(check_run *run, check_kernel *kernel, const problem *p, double ratio) {
+	pthread_mutex_lock(&run->lock);
 	kernel->cases++;
 	if (ratio > kernel->worst || !*kernel->worst_case) {
 		kernel->worst = ratio;
 		problem_print(p, kernel->worst_case, sizeof kernel->worst_case);
 	}
-	if (!run->verbose) return;
-	char line[PROBLEM_TEXT];
-	problem_print(p, line, sizeof line);
-	printf("pass %s %s: error ratio %.3f\n", kernel->name, line, ratio);
+	if (run->verbose) {
+		char line[PROBLEM_TEXT];
+		problem_print(p, line, sizeof line);
+		printf("pass %s %s: error ratio %.3f\n", kernel->name, line, ratio);
+	}
+	pthread_mutex_unlock(&run->lock);
+}
+
+void check_spent(check_run *run, check_kernel *kernel, double since) {
+	pthread_mutex_lock(&run->lock);
+	*(kernel ? &kernel->seconds : &run->reference_seconds) += tool_now() - since;
+	pthread_mutex_unlock(&run->lock);
 }
 
 void check_small_case(check_run *run, const problem *p, uint64_t seed) {
 	small_case c, yardstick;
 	char error[CHECK_ERROR];
-	if (!small_build(&c, p, seed, true, error, sizeof error)) {
+	const double begun = tool_now();
+	if (!small_build(&c, p, seed, CASE_CHECK, error, sizeof error)) {
 		check_fail(run, NULL, p, seed, "the case cannot be made: %s", error);
 		return;
 	}
 	const tool_operator op = (tool_operator)p->op;
 	/* Merge has a yardstick: the textbook in the same types. */
-	const bool measured = op == TOOL_MERGE && small_build(&yardstick, p, seed, true, error, sizeof error);
+	const bool measured = op == TOOL_MERGE && small_build(&yardstick, p, seed, CASE_CHECK, error, sizeof error);
 	if (measured) {
-		const ingot_options options = tool_options("reference/attn_merge_reference", 0);
+		const ingot_options options = check_reference(run, "reference/attn_merge_reference");
 		const ingot_status status = tool_run(op, small_params(&yardstick), &options);
 		if (status != INGOT_OK) {
 			check_fail(run, NULL, p, seed, "reference/attn_merge_reference cannot run it: %s: %s",
@@ -89,9 +109,11 @@ void check_small_case(check_run *run, const problem *p, uint64_t seed) {
 			return;
 		}
 	}
+	check_spent(run, NULL, begun);
 	for (int i = 0; i < run->count; i++) {
 		check_kernel *kernel = &run->kernels[i];
 		if (kernel->op != op) continue;
+		const double turn = tool_now();
 		static const int32_t counts[] = {2, 1, 3, 7, 17};
 		uint64_t bits = 0;
 		bool good = true;
@@ -137,23 +159,29 @@ void check_small_case(check_run *run, const problem *p, uint64_t seed) {
 			}
 		}
 		if (good) check_passed(run, kernel, p, worst);
+		check_spent(run, kernel, turn);
 	}
 	if (measured) small_release(&yardstick);
 	small_release(&c);
 }
 
+/* Counts a case that is done, and says from time to time how far the run is. */
 static void tell_progress(check_run *run) {
 	static int on_terminal = -1;
+	pthread_mutex_lock(&run->lock);
+	run->done++;
 	if (on_terminal < 0) on_terminal = isatty(STDERR_FILENO);
 	const double now = tool_now();
-	if (run->quiet || now - run->told < (on_terminal ? 0.2 : 10)) return;
-	run->told = now;
-	int64_t failed = run->broken;
-	for (int i = 0; i < run->count; i++) failed += run->kernels[i].failed;
-	char total[32] = "";
-	if (run->total) snprintf(total, sizeof total, " of %lld", (long long)run->total);
-	fprintf(stderr, "%s%lld%s cases, %.0f s, %lld failed%s", on_terminal ? "\r" : "", (long long)run->done, total,
-	        now - run->begun, (long long)failed, on_terminal ? "  " : "\n");
+	if (!run->quiet && now - run->told >= (on_terminal ? 0.2 : 10)) {
+		run->told = now;
+		int64_t failed = run->broken;
+		for (int i = 0; i < run->count; i++) failed += run->kernels[i].failed;
+		char total[32] = "";
+		if (run->total) snprintf(total, sizeof total, " of %lld", (long long)run->total);
+		fprintf(stderr, "%s%lld%s cases, %.0f s, %lld failed%s", on_terminal ? "\r" : "", (long long)run->done, total,
+		        now - run->begun, (long long)failed, on_terminal ? "  " : "\n");
+	}
+	pthread_mutex_unlock(&run->lock);
 }
 
 void check_case(check_run *run, const problem *p, uint64_t seed) {
@@ -167,7 +195,6 @@ void check_case(check_run *run, const problem *p, uint64_t seed) {
 	if (!wanted) return;
 	if (p->op == TOOL_FWD || p->op == TOOL_BWD) check_attention(run, p, seed);
 	else check_small_case(run, p, seed);
-	run->done++;
 	tell_progress(run);
 }
 
@@ -183,104 +210,172 @@ static int find_kernels(check_run *run, const char *backend) {
 		    strcmp(backend, k->name) != 0)
 			continue;
 		k->file = impl.name;
+		k->digest = impl.digest;
 		k->op = (tool_operator)op;
 		run->count++;
 	}
 	return run->count;
 }
 
-static int print_results(const check_run *run, bool json) {
+static const char *const words[] = {[TOOL_OK] = "PASS", [TOOL_FAILED] = "FAIL", [TOOL_INCONCLUSIVE] = "INCONCLUSIVE"};
+
+static int verdict_of(const check_run *run) {
 	int64_t cases = 0, failed = run->broken;
 	for (int i = 0; i < run->count; i++) {
 		cases += run->kernels[i].cases + run->kernels[i].failed;
 		failed += run->kernels[i].failed;
 	}
-	const int status = failed ? TOOL_FAILED : cases == 0 ? TOOL_INCONCLUSIVE : TOOL_OK;
-	static const char *const words[] = {"PASS", "FAIL", "INCONCLUSIVE"};
-	const double took = tool_now() - run->begun;
-	if (json) {
-		cJSON *root = cJSON_CreateObject();
-		cJSON_AddStringToObject(root, "result", words[status]);
-		cJSON_AddNumberToObject(root, "level", run->level);
-		char seed[24];
-		snprintf(seed, sizeof seed, "%llu", (unsigned long long)run->seed);
-		cJSON_AddStringToObject(root, "seed", seed);
-		cJSON_AddNumberToObject(root, "seconds", took);
-		cJSON_AddNumberToObject(root, "cases", (double)run->done);
-		cJSON_AddNumberToObject(root, "broken_cases", (double)run->broken);
-		cJSON *list = cJSON_AddArrayToObject(root, "kernels");
-		for (int i = 0; i < run->count; i++) {
-			const check_kernel *k = &run->kernels[i];
-			cJSON *item = cJSON_CreateObject();
-			cJSON_AddStringToObject(item, "name", k->name);
-			cJSON_AddNumberToObject(item, "passed", (double)k->cases);
-			cJSON_AddNumberToObject(item, "refused", (double)k->refused);
-			cJSON_AddNumberToObject(item, "failed", (double)k->failed);
-			cJSON_AddNumberToObject(item, "worst_ratio", k->worst);
-			cJSON_AddStringToObject(item, "worst_case", k->worst_case);
-			cJSON_AddItemToArray(list, item);
-		}
-		char *text = cJSON_Print(root);
-		puts(text);
-		free(text);
-		cJSON_Delete(root);
-		return status;
-	}
-	printf("%-34s %7s %8s %7s %12s  %s\n", "kernel", "passed", "refused", "failed", "worst ratio", "its case");
+	return failed ? TOOL_FAILED : cases == 0 ? TOOL_INCONCLUSIVE : TOOL_OK;
+}
+
+/* The results as JSON, to be freed. */
+static char *results_json(const check_run *run, double took) {
+	const ingot_stream stream = gpu_stream();
+	char arch[64] = "", model[64] = "", seed[24];
+	ingot_device_describe(stream, arch, sizeof arch, model, sizeof model, NULL);
+	snprintf(seed, sizeof seed, "%llu", (unsigned long long)run->seed);
+	cJSON *root = cJSON_CreateObject();
+	cJSON_AddStringToObject(root, "result", words[verdict_of(run)]);
+	cJSON_AddStringToObject(root, "version", ingot_version_string());
+	cJSON_AddStringToObject(root, "arch", arch);
+	cJSON_AddStringToObject(root, "model", model);
+	if (stream.type != INGOT_CPU) cJSON_AddStringToObject(root, "driver", gpu_driver());
+	cJSON_AddNumberToObject(root, "level", run->level);
+	cJSON_AddStringToObject(root, "seed", seed);
+	cJSON_AddNumberToObject(root, "seconds", took);
+	cJSON_AddNumberToObject(root, "jobs", run->jobs);
+	cJSON_AddNumberToObject(root, "reference_seconds", run->reference_seconds);
+	cJSON_AddNumberToObject(root, "cases", (double)run->done);
+	cJSON_AddNumberToObject(root, "broken_cases", (double)run->broken);
+	cJSON *list = cJSON_AddArrayToObject(root, "kernels");
 	for (int i = 0; i < run->count; i++) {
 		const check_kernel *k = &run->kernels[i];
-		printf("%-34s %7lld %8lld %7lld %12.3f  %s\n", k->name, (long long)k->cases, (long long)k->refused,
-		       (long long)k->failed, k->worst, k->worst_case);
+		cJSON *item = cJSON_CreateObject();
+		cJSON_AddStringToObject(item, "name", k->name);
+		cJSON_AddStringToObject(item, "digest", k->digest);
+		cJSON_AddNumberToObject(item, "passed", (double)k->cases);
+		cJSON_AddNumberToObject(item, "refused", (double)k->refused);
+		cJSON_AddNumberToObject(item, "failed", (double)k->failed);
+		cJSON_AddNumberToObject(item, "worst_ratio", k->worst);
+		cJSON_AddStringToObject(item, "worst_case", k->worst_case);
+		cJSON_AddNumberToObject(item, "seconds", k->seconds);
+		cJSON_AddItemToArray(list, item);
+	}
+	char *text = cJSON_Print(root);
+	cJSON_Delete(root);
+	return text;
+}
+
+static void print_results(const check_run *run, double took) {
+	printf("%-34s %7s %8s %7s %8s %12s  %s\n", "kernel", "passed", "refused", "failed", "seconds", "worst ratio",
+	       "its case");
+	for (int i = 0; i < run->count; i++) {
+		const check_kernel *k = &run->kernels[i];
+		printf("%-34s %7lld %8lld %7lld %8.1f %12.3f  %s\n", k->name, (long long)k->cases, (long long)k->refused,
+		       (long long)k->failed, k->seconds, k->worst, k->worst_case);
 		if (run->verbose && k->refused) printf("    last refusal: %s\n", k->refusal);
 	}
+	printf("seconds are summed over %d case%s at a time; references and oracle took %.1f more\n", run->jobs,
+	       run->jobs == 1 ? "" : "s", run->reference_seconds);
 	if (run->broken) printf("%lld cases could not be judged\n", (long long)run->broken);
-	printf("%s: level %d, seed %llu, %lld cases, %.1f s\n", words[status], run->level, (unsigned long long)run->seed,
-	       (long long)run->done, took);
-	return status;
+	printf("%s: level %d, seed %llu, %lld cases, %.1f s\n", words[verdict_of(run)], run->level,
+	       (unsigned long long)run->seed, (long long)run->done, took);
 }
 
-static void run_tiers(check_run *run, int64_t from, int64_t *index) {
-	for (int t = 0; t < CHECK_TIERS && t <= run->level; t++)
-		for (int i = 0; i < check_tiers[t].count; i++, ++*index) {
-			problem p;
-			char error[256];
-			if (*index < from) continue;
-			if (!problem_parse(check_tiers[t].lines[i], &p, error, sizeof error)) {
-				fprintf(stderr, "FAIL tier %s: %s: %s\n", check_tiers[t].name, check_tiers[t].lines[i], error);
-				run->broken++;
-				continue;
-			}
-			check_case(run, &p, tool_hash(run->seed, 1, (uint64_t)*index));
-		}
+/* ---- many cases ---- */
+
+/* Cases in order: the lines of the tiers up to the level, then what is generated for level 2, then level 3 without end. */
+static int64_t tier_cases(const check_run *run) {
+	int64_t count = 0;
+	for (int t = 0; t < CHECK_TIERS && t <= run->level; t++) count += check_tiers[t].count;
+	return count;
 }
 
-/* Random problems without end, or `most` of them from index `from` on. */
-static void run_generated(check_run *run, int level, int64_t from, int64_t *index, double until) {
-	const int64_t count = check_generated(level);
-	for (int64_t i = 0; count < 0 || i < count; i++, ++*index) {
-		if (*index < from) {
-			if (count < 0) {
-				i += from - *index - 1;
-				*index = from - 1;
-			}
-			continue;
-		}
-		if (until > 0 && tool_now() > until) {
-			fprintf(stderr, "stopped by --seconds; go on with --from %lld --seed %llu\n", (long long)*index,
-			        (unsigned long long)run->seed);
+static void numbered_case(check_run *run, int64_t index) {
+	const uint64_t seed = tool_hash(run->seed, 1, (uint64_t)index);
+	const int64_t tiers = tier_cases(run), pairs = check_generated(2);
+	problem p;
+	if (index < tiers) {
+		char error[256];
+		int t = 0;
+		while (index >= check_tiers[t].count) index -= check_tiers[t++].count;
+		if (!problem_parse(check_tiers[t].lines[index], &p, error, sizeof error)) {
+			pthread_mutex_lock(&run->lock);
+			fprintf(stderr, "FAIL tier %s: %s: %s\n", check_tiers[t].name, check_tiers[t].lines[index], error);
+			run->broken++;
+			pthread_mutex_unlock(&run->lock);
 			return;
 		}
-		problem p;
-		const uint64_t seed = tool_hash(run->seed, 1, (uint64_t)*index);
-		check_generate(level, i, seed, &p);
-		check_case(run, &p, seed);
+	} else if (index - tiers < pairs) check_generate(2, index - tiers, seed, &p);
+	else check_generate(3, index - tiers - pairs, seed, &p);
+	check_case(run, &p, seed);
+}
+
+static void special_case(check_run *run, int64_t index) {
+	check_special(run, index);
+	tell_progress(run);
+}
+
+/* The cases [run->next, end), shared out to the threads. */
+typedef struct phase {
+	check_run *run;
+	void (*one)(check_run *run, int64_t index);
+	int64_t end;
+	double until; /* 0: no limit */
+} phase;
+
+static void *work(void *argument) {
+	const phase *const p = argument;
+	for (;;) {
+		pthread_mutex_lock(&p->run->lock);
+		const int64_t index = p->run->next;
+		const bool stop = index >= p->end || (p->until > 0 && tool_now() > p->until);
+		p->run->next += !stop;
+		pthread_mutex_unlock(&p->run->lock);
+		if (stop) break;
+		p->one(p->run, index);
+		gpu_forget();
 	}
+	return NULL;
+}
+
+static void *work_and_leave(void *argument) {
+	work(argument);
+	gpu_leave();
+	return NULL;
+}
+
+/* False when the time was over before all of them had begun. */
+static bool run_phase(check_run *run, void (*one)(check_run *, int64_t), int64_t begin, int64_t end, double until) {
+	phase p = {run, one, end, until};
+	pthread_t thread[CHECK_JOBS];
+	int started = 0;
+	run->next = begin;
+	while (started < run->jobs - 1 && !pthread_create(&thread[started], NULL, work_and_leave, &p)) started++;
+	work(&p);
+	for (int i = 0; i < started; i++) pthread_join(thread[i], NULL);
+	return run->next >= end;
+}
+
+static void run_level(check_run *run, int64_t from, double until) {
+	const int64_t finite = tier_cases(run) + (run->level < 2 ? 0 : check_generated(2));
+	run->total = run->level == 3 || run->only ? 0 : finite + (run->level == 2 ? check_specials : 0);
+	bool on = run_phase(run, numbered_case, from, from < finite ? finite : from, until);
+	int64_t next = run->next;
+	if (on && run->level >= 2 && from <= finite) on = run_phase(run, special_case, 0, check_specials, until);
+	if (on && run->level == 3) {
+		on = run_phase(run, numbered_case, next, INT64_MAX, until);
+		next = run->next;
+	}
+	if (!on)
+		fprintf(stderr, "stopped by --seconds; go on with --from %lld --seed %llu\n", (long long)next,
+		        (unsigned long long)run->seed);
 }
 
 static int run(const tool_command *command, int argc, char **argv) {
 	check_run r = {.most_failures = 20, .seed = (uint64_t)(tool_now() * 1e6) ^ (uint64_t)getpid() << 40};
-	const char *backend = NULL, *line = NULL, *rows = NULL, *device = "cpu", *why;
-	int64_t level = 1, threads = 0, from = 0, seconds = 0;
+	const char *backend = NULL, *line = NULL, *rows = NULL, *save = NULL, *device = "cpu", *why;
+	int64_t level = 1, threads = 0, jobs = 0, from = 0, seconds = 0;
 	bool json = false;
 	r.seed %= 1000000000;
 	const tool_option options[] = {
@@ -293,11 +388,14 @@ static int run(const tool_command *command, int argc, char **argv) {
 		{"--only", "TEXT", "only cases whose line holds this text", TOOL_TEXT, &r.only, 0, 0},
 		{"--problem", "PROBLEM", "one case, with --seed as its own seed", TOOL_TEXT, &line, 0, 0},
 		{"--threads", "N", "threads of each first run; 0: all", TOOL_INTEGER, &threads, 0, 1024},
+		{"--jobs", "N", "cases at a time (cpu: 1; a GPU: one a processor this process may run on)", TOOL_INTEGER, &jobs,
+	     1, CHECK_JOBS},
 		{"--from", "INDEX", "go on at this case (with the same seed)", TOOL_INTEGER, &from, 0, INT64_MAX},
 		{"--seconds", "N", "stop after so long; 0: never", TOOL_INTEGER, &seconds, 0, 1 << 30},
 		{"--failures", "N", "how many failures to print", TOOL_INTEGER, &r.most_failures, 1, 1 << 30},
 		{"--rows", "FILE", "write error ratio and passed cases into the tuning rows of FILE", TOOL_TEXT, &rows, 0, 0},
 		{"--json", NULL, "print JSON", TOOL_FLAG, &json, 0, 0},
+		{"--save", "FILE", "write the results to FILE, as --json prints them", TOOL_TEXT, &save, 0, 0},
 		{"--verbose", NULL, "a line for every case and kernel, refusals with their reasons", TOOL_FLAG, &r.verbose, 0,
 	     0},
 		{0},
@@ -306,6 +404,13 @@ static int run(const tool_command *command, int argc, char **argv) {
 	const int stop = tool_parse(command, options, argc, argv, NULL, 0, &count);
 	if (stop >= 0) return stop;
 	if (!gpu_open(device, &why)) return tool_usage(command, "--device %s: %s", device, why);
+	if (!jobs) {
+		int32_t processors = 1;
+		ingot_device_describe((ingot_stream){0}, NULL, 0, NULL, 0, &processors);
+		jobs = gpu_stream().type == INGOT_CPU ? 1 : processors < CHECK_JOBS ? processors : CHECK_JOBS;
+	}
+	pthread_mutex_init(&r.lock, NULL);
+	r.jobs = (int)jobs;
 	r.level = (int)level;
 	r.threads = (int32_t)threads;
 	r.begun = r.told = tool_now();
@@ -320,29 +425,26 @@ static int run(const tool_command *command, int argc, char **argv) {
 		if (!problem_parse(line, &p, error, sizeof error)) return tool_usage(command, "%s", error);
 		check_case(&r, &p, r.seed);
 	} else {
-		int64_t index = 0;
-		const double until = seconds ? r.begun + (double)seconds : 0;
-		for (int t = 0; t < CHECK_TIERS && t <= level; t++) r.total += check_tiers[t].count;
-		for (int l = 1; l <= level && l < 3; l++) r.total += check_generated(l);
-		if (level == 3 || r.only) r.total = 0;
-		run_tiers(&r, from, &index);
-		for (int l = 1; l <= level; l++) {
-			if (l == 3 && from <= index) check_special(&r);
-			run_generated(&r, l, from, &index, until);
-		}
-		if (level == 2) check_special(&r);
+		run_level(&r, from, seconds ? r.begun + (double)seconds : 0);
 	}
 	if (isatty(STDERR_FILENO)) fprintf(stderr, "\r                                                  \r");
-	const int status = print_results(&r, json);
+	const double took = tool_now() - r.begun;
+	char *text = results_json(&r, took);
+	FILE *to = save ? fopen(save, "we") : NULL;
+	if (json) puts(text);
+	else print_results(&r, took);
+	const bool saved = !save || (to && fprintf(to, "%s\n", text) > 0);
+	if ((to && fclose(to)) || !saved) return tool_failed(command, "--save %s: %s", save, strerror(errno));
+	free(text);
 	if (rows) {
 		char error[256];
 		for (int i = 0; i < r.count; i++) {
 			const check_kernel *k = &r.kernels[i];
-			if (!rows_verify(rows, k->file, k->failed ? 0 : k->cases, k->worst, error, sizeof error))
+			if (!rows_verify(rows, k->file, k->digest, k->failed ? 0 : k->cases, k->worst, error, sizeof error))
 				return tool_failed(command, "%s", error);
 		}
 	}
-	return status;
+	return verdict_of(&r);
 }
 
 const tool_command tool_check = {
@@ -357,6 +459,7 @@ const tool_command tool_check = {
 		"  ingot check                              every feature once\n"
 		"  ingot check --level 2 --backend x86      pairs of features, tile edges, known faults\n"
 		"  ingot check --level 3 --seed 7 --from 40000\n"
+		"  ingot check --level 2 --device cuda:0    every kernel of the pack\n"
 		"  ingot check --problem fwd:b2,hq4,hk2,sq33,sk65,d64,bf16,causal --seed 12\n",
 	.run = run,
 };

@@ -64,7 +64,7 @@ static bool run_needed(session *s, const char *backend, test_outputs *o, const t
 	s->forward = forward;
 	const void *call = params_of(s, o, from, &space);
 	s->forward = kept;
-	const ingot_options options = tool_options(backend, 0);
+	const ingot_options options = check_reference(s->run, backend);
 	const ingot_status status = tool_run(forward ? TOOL_FWD : TOOL_BWD, call, &options);
 	if (status == INGOT_OK) return true;
 	check_fail(s->run, NULL, s->p, s->seed, "%s cannot run it: %s: %s", backend, ingot_status_name(status),
@@ -371,8 +371,14 @@ static void check_kernel_on(session *s, check_kernel *kernel) {
 
 void check_attention(check_run *run, const problem *p, uint64_t seed) {
 	session s = {.run = run, .p = p, .seed = seed, .forward = p->op == TOOL_FWD};
-	if (prepare(&s))
-		for (int i = 0; i < run->count; i++)
-			if (run->kernels[i].op == (tool_operator)p->op) check_kernel_on(&s, &run->kernels[i]);
+	const double begun = tool_now();
+	const bool ready = prepare(&s);
+	check_spent(run, NULL, begun);
+	for (int i = 0; ready && i < run->count; i++) {
+		if (run->kernels[i].op != (tool_operator)p->op) continue;
+		const double turn = tool_now();
+		check_kernel_on(&s, &run->kernels[i]);
+		check_spent(run, &run->kernels[i], turn);
+	}
 	release(&s);
 }

@@ -107,30 +107,32 @@ static verdict check_counts(const char *backend, uint64_t seed, char *text, size
 static verdict check_codes(const char *backend, uint64_t seed, char *text, size_t capacity) {
 	(void)seed;
 	verdict worst = REFUSED;
-	for (int32_t dtype = INGOT_F8_E4M3; dtype <= INGOT_F8_E5M2_FNUZ; dtype++) {
-		unsigned char v[256], k[64] = {0};
-		uint16_t q[64] = {0};
+	struct {
 		float out[256];
-		for (int i = 0; i < 256; i++) v[i] = (unsigned char)i;
+		uint16_t q[64];
+		unsigned char k[64], v[256];
+	} *const m = tool_alloc(sizeof *m);
+	for (int i = 0; i < 256; i++) m->v[i] = (unsigned char)i;
+	for (int32_t dtype = INGOT_F8_E4M3; dtype <= INGOT_F8_E5M2_FNUZ && worst != BAD; dtype++) {
 		const int64_t q_shape[] = {1, 1, 1, 64}, v_shape[] = {1, 1, 1, 256};
 		const ingot_attn_fwd_params p = {.struct_size = sizeof p,
-		                                 .q = tool_tensor(q, INGOT_BF16, 4, q_shape),
-		                                 .k = tool_tensor(k, dtype, 4, q_shape),
-		                                 .v = tool_tensor(v, dtype, 4, v_shape),
-		                                 .out = tool_tensor(out, INGOT_F32, 4, v_shape)};
+		                                 .q = tool_tensor(m->q, INGOT_BF16, 4, q_shape),
+		                                 .k = tool_tensor(m->k, dtype, 4, q_shape),
+		                                 .v = tool_tensor(m->v, dtype, 4, v_shape),
+		                                 .out = tool_tensor(m->out, INGOT_F32, 4, v_shape)};
 		const ingot_options options = tool_options(backend, 1);
-		memset(out, 0x5a, sizeof out);
+		memset(m->out, 0x5a, sizeof m->out);
 		const ingot_status status = tool_run(TOOL_FWD, &p, &options);
 		if (status == INGOT_UNSUPPORTED) continue;
-		if (status != INGOT_OK) return refused_or_bad(status, text, capacity);
-		worst = GOOD;
-		for (int i = 0; i < 256; i++) {
-			const float want = tool_load(v, i, dtype);
-			if (!(out[i] == want || (isnan(out[i]) && isnan(want))))
-				return bad(text, capacity, "%s code 0x%02x gives %.9g instead of %.9g", tool_dtype_name(dtype), i,
-				           (double)out[i], (double)want);
+		worst = status == INGOT_OK ? GOOD : refused_or_bad(status, text, capacity);
+		for (int i = 0; i < 256 && worst == GOOD; i++) {
+			const float got = m->out[i], want = tool_load(m->v, i, dtype);
+			if (!(got == want || (isnan(got) && isnan(want))))
+				worst = bad(text, capacity, "%s code 0x%02x gives %.9g instead of %.9g", tool_dtype_name(dtype), i,
+				            (double)got, (double)want);
 		}
 	}
+	free(m);
 	return worst;
 }
 
@@ -212,21 +214,24 @@ static verdict check_dropout_statistics(const char *backend, uint64_t seed, char
 /* What must be refused, with a sentence that names the field, and nothing written. */
 static verdict check_refusals(const char *backend, uint64_t seed, char *text, size_t capacity) {
 	(void)seed;
-	float q[4 * 8] = {0}, k[4 * 8] = {0}, v[4 * 8] = {0}, out[4 * 8];
+	struct {
+		float q[4 * 8], k[4 * 8], v[4 * 8], out[4 * 8];
+	} *const m = tool_alloc(sizeof *m);
 	const int64_t shape[] = {1, 1, 4, 8}, one_key[] = {1, 0, 4, 8};
 	const ingot_attn_fwd_params good = {.struct_size = sizeof good,
-	                                    .q = tool_tensor(q, INGOT_F32, 4, shape),
-	                                    .k = tool_tensor(k, INGOT_F32, 4, shape),
-	                                    .v = tool_tensor(v, INGOT_F32, 4, shape),
-	                                    .out = tool_tensor(out, INGOT_F32, 4, shape)};
+	                                    .q = tool_tensor(m->q, INGOT_F32, 4, shape),
+	                                    .k = tool_tensor(m->k, INGOT_F32, 4, shape),
+	                                    .v = tool_tensor(m->v, INGOT_F32, 4, shape),
+	                                    .out = tool_tensor(m->out, INGOT_F32, 4, shape)};
 	static const float rates[] = {NAN, -0.1f, 1.0f, 1.5f, INFINITY};
-	for (int which = 0; which < 9; which++) {
+	verdict result = GOOD;
+	for (int which = 0; which < 9 && result == GOOD; which++) {
 		ingot_attn_fwd_params p = good;
 		const char *field = "dropout_p";
 		if (which < 5) p.dropout_p = rates[which];
 		if (which == 5) {
-			p.k = tool_tensor(k, INGOT_F32, 4, one_key);
-			p.v = tool_tensor(v, INGOT_F32, 4, one_key);
+			p.k = tool_tensor(m->k, INGOT_F32, 4, one_key);
+			p.v = tool_tensor(m->v, INGOT_F32, 4, one_key);
 			field = "Hk"; /* both head counts are named */
 		}
 		if (which == 6) {
@@ -241,17 +246,19 @@ static verdict check_refusals(const char *backend, uint64_t seed, char *text, si
 			p.out.stride[2] = 0;
 			field = "out";
 		}
-		memset(out, 0x5a, sizeof out);
+		memset(m->out, 0x5a, sizeof m->out);
 		const ingot_options options = tool_options(backend, 1);
 		const ingot_status status = tool_run(TOOL_FWD, &p, &options);
-		if (status == INGOT_OK) return bad(text, capacity, "a call with a bad %s was accepted (case %d)", field, which);
-		if (!strstr(ingot_last_error(), field))
-			return bad(text, capacity, "the refusal of a bad %s does not name it: %s", field, ingot_last_error());
-		for (size_t i = 0; i < sizeof out; i++)
-			if (((unsigned char *)out)[i] != 0x5a)
-				return bad(text, capacity, "a refused call wrote its output (bad %s)", field);
+		if (status == INGOT_OK)
+			result = bad(text, capacity, "a call with a bad %s was accepted (case %d)", field, which);
+		else if (!strstr(ingot_last_error(), field))
+			result = bad(text, capacity, "the refusal of a bad %s does not name it: %s", field, ingot_last_error());
+		for (size_t i = 0; i < sizeof m->out && result == GOOD; i++)
+			if (((unsigned char *)m->out)[i] != 0x5a)
+				result = bad(text, capacity, "a refused call wrote its output (bad %s)", field);
 	}
-	return GOOD;
+	free(m);
+	return result;
 }
 
 /* Decode lengths one by one, the workspace poisoned each time: no NaN, and the same bits again. */
@@ -292,28 +299,25 @@ static const special specials[] = {
 	{"decode lengths", TOOL_FWD, check_every_length}, {"dropout statistics", TOOL_MASK, check_dropout_statistics},
 };
 
-int check_special(check_run *run) {
-	int done = 0;
-	for (size_t s = 0; s < sizeof specials / sizeof *specials; s++) {
-		if (run->only && !strstr(specials[s].name, run->only)) continue;
-		for (int i = 0; i < run->count; i++) {
-			check_kernel *kernel = &run->kernels[i];
-			if (kernel->op != specials[s].op) continue;
-			char text[CHECK_ERROR];
-			const uint64_t seed = tool_hash(run->seed, 77, s);
-			const verdict v = specials[s].check(kernel->name, seed, text, sizeof text);
-			if (v == REFUSED) {
-				kernel->refused++;
-			} else if (v == GOOD) {
-				kernel->cases++;
-			} else {
-				kernel->failed++;
-				if (run->printed++ < run->most_failures)
-					fprintf(stderr, "FAIL %s: %s: %s\n", kernel->name, specials[s].name, text);
-			}
-			done++;
+const int check_specials = sizeof specials / sizeof *specials;
+
+void check_special(check_run *run, int64_t index) {
+	const special *const s = &specials[index];
+	if (run->only && !strstr(s->name, run->only)) return;
+	for (int i = 0; i < run->count; i++) {
+		check_kernel *kernel = &run->kernels[i];
+		if (kernel->op != s->op) continue;
+		char text[CHECK_ERROR];
+		const double turn = tool_now();
+		const verdict v = s->check(kernel->name, tool_hash(run->seed, 77, (uint64_t)index), text, sizeof text);
+		check_spent(run, kernel, turn);
+		pthread_mutex_lock(&run->lock);
+		if (v == REFUSED) kernel->refused++;
+		else if (v == GOOD) kernel->cases++;
+		else {
+			kernel->failed++;
+			if (run->printed++ < run->most_failures) fprintf(stderr, "FAIL %s: %s: %s\n", kernel->name, s->name, text);
 		}
-		run->done++;
+		pthread_mutex_unlock(&run->lock);
 	}
-	return done;
 }

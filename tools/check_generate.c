@@ -139,16 +139,22 @@ typedef struct pair {
 	unsigned char i, j, op;
 } pair;
 
-static const pair *pairs(int64_t *count) {
-	static pair list[2 * FEATURES * FEATURES];
-	static int64_t n;
-	const bool made = n > 0;
-	for (int op = FWD; !made && op <= BWD; op++)
+static pair pair_list[2 * FEATURES * FEATURES];
+static int64_t pair_count;
+
+static void make_pairs(void) {
+	for (int op = FWD; op <= BWD; op++)
 		for (int i = 0; i < FEATURES; i++)
 			for (int j = i + 1; j < FEATURES; j++)
-				if (can_meet(i, j, op)) list[n++] = (pair){(unsigned char)i, (unsigned char)j, (unsigned char)op};
-	*count = n;
-	return list;
+				if (can_meet(i, j, op))
+					pair_list[pair_count++] = (pair){(unsigned char)i, (unsigned char)j, (unsigned char)op};
+}
+
+static const pair *pairs(int64_t *count) {
+	static pthread_once_t once = PTHREAD_ONCE_INIT;
+	pthread_once(&once, make_pairs);
+	*count = pair_count;
+	return pair_list;
 }
 
 enum { EDGE_CASES = EDGES * 3 * 3 * 2, RANDOM_CASES = 200 };

@@ -33,23 +33,27 @@ __attribute__((format(printf, 3, 4))) static bool fail(char *error, size_t capac
 
 static void merge_build(small_case *c) {
 	const problem *p = &c->p;
+	const bool allocate = c->mode != CASE_SHAPES;
 	const int64_t n = p->parts, rows = p->batch * p->heads_q * p->sq, shape[] = {n, p->batch, p->heads_q, p->sq, p->d};
 	const int tensors = p->separate ? (int)n : 1, axes = p->separate ? 0 : 1;
 	for (int i = 0; i < tensors; i++) {
 		buffer_dense(&c->parts_out[i], (int32_t)p->dtype, 5 - (p->separate != 0), shape + 1 - axes, p->misalign,
-		             c->allocate);
-		buffer_dense(&c->parts_lse[i], INGOT_F32, 4 - (p->separate != 0), shape + 1 - axes, p->misalign, c->allocate);
+		             allocate);
+		buffer_dense(&c->parts_lse[i], INGOT_F32, 4 - (p->separate != 0), shape + 1 - axes, p->misalign, allocate);
 		c->merge.out_parts[i] = c->parts_out[i].t;
 		c->merge.lse_parts[i] = c->parts_lse[i].t;
 	}
-	buffer_dense(&c->out, p->inplace ? (int32_t)p->dtype : (int32_t)p->out_dtype, 4, shape + 1, p->misalign,
-	             c->allocate);
-	if (p->lse) buffer_dense(&c->lse, INGOT_F32, 3, shape + 1, p->misalign, c->allocate);
+	buffer_dense(&c->out, p->inplace ? (int32_t)p->dtype : (int32_t)p->out_dtype, 4, shape + 1, p->misalign, allocate);
+	if (p->lse) buffer_dense(&c->lse, INGOT_F32, 3, shape + 1, p->misalign, allocate);
 	c->merge.struct_size = sizeof c->merge;
 	c->merge.lse_base = p->lse_base2 ? INGOT_LSE_BASE2 : INGOT_LSE_NATURAL;
 	c->merge.out = p->inplace ? c->parts_out[0].t : c->out.t;
 	c->merge.lse = p->inplace && p->lse ? c->parts_lse[0].t : c->lse.t;
-	if (!c->allocate) return;
+	for (int i = 0; i < tensors && c->mode == CASE_SPEED; i++) {
+		buffer_fill_normal(&c->parts_out[i], tool_hash(c->seed, RANDOM_PART, (uint64_t)i));
+		buffer_fill_normal(&c->parts_lse[i], tool_hash(c->seed, RANDOM_PART_LSE, (uint64_t)i));
+	}
+	if (c->mode != CASE_CHECK) return;
 
 	c->want_out = tool_alloc(sizeof(double) * (size_t)(rows * p->d + 1));
 	c->want_lse = tool_alloc(sizeof(double) * (size_t)(rows + 1));
@@ -151,7 +155,7 @@ static int64_t clamp(int64_t x, int64_t low, int64_t high) {
 static void append_build(small_case *c) {
 	const problem *p = &c->p;
 	const int64_t batch = p->batch, heads = p->heads_k;
-	const bool allocate = c->allocate, stacked = p->q_side & 1;
+	const bool allocate = c->mode != CASE_SHAPES, stacked = p->q_side & 1;
 	const int length = p->q_side >> 1 & 3, position = p->q_side >> 3 & 3;
 	rows *fresh = tool_alloc(sizeof(rows) * (size_t)(batch + 1));
 	int64_t *before = tool_alloc(sizeof(int64_t) * (size_t)(batch + 1));
@@ -274,8 +278,10 @@ static void append_build(small_case *c) {
 		.lengths_after = p->after || last_page,
 	};
 
+	for (int i = 0; i < 2 && c->mode == CASE_SPEED; i++)
+		buffer_fill_normal(i ? &c->v_new : &c->k_new, tool_hash(c->seed, RANDOM_NEW, (uint64_t)i));
 	/* The cache's bytes before, and what they must be after. */
-	for (int i = 0; allocate && i < 2; i++) {
+	for (int i = 0; i < 2 && c->mode == CASE_CHECK; i++) {
 		buffer *from = i ? &c->v_new : &c->k_new, *to = i ? &c->v : &c->k;
 		const int64_t width = i ? p->dv : p->d, new_elements = tool_elements(&from->t);
 		buffer_fill_dead(from);
@@ -338,18 +344,19 @@ static bool append_verify(const small_case *c, char *text, size_t capacity) {
 static void mask_build(small_case *c) {
 	const problem *p = &c->p;
 	const int64_t shape[] = {p->batch, p->heads_q, p->sq, p->sk}, one = 1;
+	const bool allocate = c->mode != CASE_SHAPES;
 	int64_t stride[] = {0, 0, p->sk + p->pitch, 1};
 	stride[1] = stride[2] * p->sq;
 	stride[0] = stride[1] * p->heads_q;
-	buffer_make(&c->mask, INGOT_BOOL, 4, shape, stride, p->misalign, c->allocate);
+	buffer_make(&c->mask, INGOT_BOOL, 4, shape, stride, p->misalign, allocate);
 	const uint64_t seed = tool_hash(c->seed, RANDOM_NEW, 0),
 				   offset = tool_hash(c->seed, RANDOM_NEW, 1) >> (c->seed % 2 ? 2 : 40);
 	c->dropout = (ingot_attn_dropout_mask_params){
 		.struct_size = sizeof c->dropout, .dropout_p = (float)p->dropout, .mask = c->mask.t};
 	if (p->cells) {
-		buffer_dense(&c->seed_cell, INGOT_U64, 1, &one, 0, c->allocate);
-		buffer_dense(&c->offset_cell, INGOT_U64, 1, &one, 0, c->allocate);
-		if (c->allocate) {
+		buffer_dense(&c->seed_cell, INGOT_U64, 1, &one, 0, allocate);
+		buffer_dense(&c->offset_cell, INGOT_U64, 1, &one, 0, allocate);
+		if (allocate) {
 			*(uint64_t *)c->seed_cell.t.data = seed;
 			*(uint64_t *)c->offset_cell.t.data = offset - 7;
 		}
@@ -390,8 +397,8 @@ static bool mask_verify(small_case *c, char *text, size_t capacity) {
 
 /* ---- all three ---- */
 
-bool small_build(small_case *c, const problem *p, uint64_t seed, bool allocate, char *error, size_t capacity) {
-	*c = (small_case){.p = *p, .seed = seed, .allocate = allocate};
+bool small_build(small_case *c, const problem *p, uint64_t seed, case_mode mode, char *error, size_t capacity) {
+	*c = (small_case){.p = *p, .seed = seed, .mode = mode};
 	switch ((tool_operator)p->op) {
 	case TOOL_MERGE:
 		if (p->separate && (p->parts < 1 || p->parts > INGOT_MERGE_PARTS))
@@ -414,7 +421,7 @@ const void *small_params(const small_case *c) {
 }
 
 void small_reset(small_case *c) {
-	if (!c->allocate) return;
+	if (c->mode != CASE_CHECK) return;
 	buffer_poison(&c->out);
 	buffer_poison(&c->lse);
 	buffer_poison(&c->mask);

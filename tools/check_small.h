@@ -12,7 +12,7 @@
 typedef struct small_case {
 	problem p;
 	uint64_t seed;
-	bool allocate;
+	case_mode mode;
 	/* inputs */
 	buffer parts_out[INGOT_MERGE_PARTS], parts_lse[INGOT_MERGE_PARTS];
 	buffer k_new, v_new, k_descale, v_descale, new_lengths, new_positions, lengths, page_table, page_indptr,
@@ -27,7 +27,7 @@ typedef struct small_case {
 	ingot_attn_dropout_mask_params dropout;
 } small_case;
 
-bool small_build(small_case *c, const problem *p, uint64_t seed, bool allocate, char *error, size_t capacity);
+bool small_build(small_case *c, const problem *p, uint64_t seed, case_mode mode, char *error, size_t capacity);
 void small_release(small_case *c);
 const void *small_params(const small_case *c);
 

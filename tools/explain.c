@@ -2,15 +2,17 @@
 #include "case.h"
 #include "check_small.h"
 #include "choice.h"
+#include "gpu.h"
 
 #include <stdlib.h>
 
 static int run(const tool_command *command, int argc, char **argv) {
-	const char *backend = NULL;
+	const char *backend = NULL, *device = "cpu", *why;
 	int64_t threads = 0;
 	bool json = false, deterministic = false, strict = false;
 	const tool_option options[] = {
 		{"--backend", "NAME", "force a family, an implementation or a variant", TOOL_TEXT, &backend, 0, 0},
+		{"--device", "DEVICE", "cpu, or cuda:N", TOOL_TEXT, &device, 0, 0},
 		{"--threads", "N", "threads the call may use; 0: all", TOOL_INTEGER, &threads, 0, 1024},
 		{"--deterministic", NULL, "ask for bitwise equal results", TOOL_FLAG, &deterministic, 0, 0},
 		{"--strict", NULL, "refuse what is not verified and measured on this machine", TOOL_FLAG, &strict, 0, 0},
@@ -21,6 +23,7 @@ static int run(const tool_command *command, int argc, char **argv) {
 	int count;
 	const int stop = tool_parse(command, options, argc, argv, words, 1, &count);
 	if (stop >= 0) return stop;
+	if (!gpu_open(device, &why)) return tool_usage(command, "--device %s: %s", device, why);
 	if (count == 0) return tool_usage(command, "no problem given; usage: ingot explain %s", command->usage);
 	problem p;
 	char error[256];
@@ -44,7 +47,7 @@ static int run(const tool_command *command, int argc, char **argv) {
 		case_release(&c);
 	} else {
 		small_case c;
-		if (!small_build(&c, &p, 0, false, error, sizeof error)) return tool_usage(command, "%s", error);
+		if (!small_build(&c, &p, 0, CASE_SHAPES, error, sizeof error)) return tool_usage(command, "%s", error);
 		text = tool_explain((tool_operator)p.op, small_params(&c), &o, format, &status);
 		small_release(&c);
 	}

@@ -7,27 +7,43 @@
 
 typedef unsigned long long address;
 
-#define DRIVER(X)                                                                       \
-	X(cuInit, (unsigned flags))                                                         \
-	X(cuDeviceGet, (int *device, int ordinal))                                          \
-	X(cuDevicePrimaryCtxRetain, (void **context, int device))                           \
-	X(cuCtxSetCurrent, (void *context))                                                 \
-	X(cuStreamCreate, (void **stream, unsigned flags))                                  \
-	X(cuStreamSynchronize, (void *stream))                                              \
-	X(cuMemAlloc_v2, (address * memory, size_t bytes))                                  \
-	X(cuMemFree_v2, (address memory))                                                   \
-	X(cuMemcpyHtoDAsync_v2, (address to, const void *from, size_t bytes, void *stream)) \
-	X(cuMemcpyDtoHAsync_v2, (void *to, address from, size_t bytes, void *stream))       \
-	X(cuEventCreate, (void **event, unsigned flags))                                    \
-	X(cuEventRecord, (void *event, void *stream))                                       \
+#define DRIVER(X)                                                                         \
+	X(cuInit, (unsigned flags))                                                           \
+	X(cuDeviceGet, (int *device, int ordinal))                                            \
+	X(cuDeviceGetAttribute, (int *value, int attribute, int device))                      \
+	X(cuDevicePrimaryCtxRetain, (void **context, int device))                             \
+	X(cuCtxSetCurrent, (void *context))                                                   \
+	X(cuStreamCreate, (void **stream, unsigned flags))                                    \
+	X(cuStreamDestroy_v2, (void *stream))                                                 \
+	X(cuStreamSynchronize, (void *stream))                                                \
+	X(cuMemAlloc_v2, (address * memory, size_t bytes))                                    \
+	X(cuMemAllocHost_v2, (void **memory, size_t bytes))                                   \
+	X(cuMemFreeHost, (void *memory))                                                      \
+	X(cuMemFree_v2, (address memory))                                                     \
+	X(cuMemsetD8Async, (address memory, unsigned char value, size_t bytes, void *stream)) \
+	X(cuMemcpyHtoDAsync_v2, (address to, const void *from, size_t bytes, void *stream))   \
+	X(cuMemcpyDtoHAsync_v2, (void *to, address from, size_t bytes, void *stream))         \
+	X(cuEventCreate, (void **event, unsigned flags))                                      \
+	X(cuEventDestroy_v2, (void *event))                                                   \
+	X(cuEventRecord, (void *event, void *stream))                                         \
 	X(cuEventElapsedTime, (float *milliseconds, void *start, void *end))
 #define DECLARE(name, parameters) static int(*name) parameters;
 DRIVER(DECLARE)
 #undef DECLARE
 
-static ingot_stream stream;
-static address arena;
-static size_t arena_bytes;
+enum { ATTRIBUTE_L2_BYTES = 38 };
+
+static ingot_stream opened; /* which device; no handle */
+static void *context;
+static size_t l2_bytes;
+/* Threads share nothing: each has a stream, memory on the device, and what it allocated itself. */
+static _Thread_local ingot_stream stream;
+static _Thread_local address arena;
+static _Thread_local size_t arena_bytes;
+/* Host memory that the device reads and writes by itself: a small call's tensors travel through it in one copy each way, where
+ * one a tensor costs the driver many times the call. */
+enum { STAGE_BYTES = 16 << 20 };
+static _Thread_local unsigned char *stage;
 
 /* ---- what memory there is ------------------------------------------------------------------------------------------------- */
 
@@ -38,12 +54,12 @@ typedef struct piece {
 	size_t run;     /* the run `device` is of */
 } piece;
 
-static piece *pieces;
-static size_t piece_count, piece_room, run_number;
+static _Thread_local piece *pieces;
+static _Thread_local size_t piece_count, piece_room, run_number;
 
 /* Memory that was freed and given out again replaces what was there: nobody tells when it is freed. */
 void gpu_know(const void *memory, size_t bytes) {
-	if (stream.type == INGOT_CPU) return;
+	if (opened.type == INGOT_CPU) return;
 	const unsigned char *const m = memory;
 	size_t kept = 0;
 	for (size_t i = 0; i < piece_count; i++)
@@ -55,6 +71,10 @@ void gpu_know(const void *memory, size_t bytes) {
 		if (!pieces) abort();
 	}
 	pieces[piece_count++] = (piece){m, bytes, 0, 0};
+}
+
+void gpu_forget(void) {
+	piece_count = 0;
 }
 
 static piece *find(const void *memory) {
@@ -85,21 +105,53 @@ bool gpu_open(const char *device, const char **why) {
 	if (!(*(void **)&name = dlsym(library, #name))) return false;
 	DRIVER(RESOLVE)
 #undef RESOLVE
-	int id;
-	void *context, *handle;
-	if (cuInit(0) || cuDeviceGet(&id, (int)ordinal) || cuDevicePrimaryCtxRetain(&context, id) ||
-	    cuCtxSetCurrent(context) || cuStreamCreate(&handle, 1))
+	int id, l2 = 0;
+	if (cuInit(0) || cuDeviceGet(&id, (int)ordinal) || cuDeviceGetAttribute(&l2, ATTRIBUTE_L2_BYTES, id) ||
+	    cuDevicePrimaryCtxRetain(&context, id))
 		return false;
-	stream = (ingot_stream){INGOT_CUDA, (int32_t)ordinal, handle};
-	return true;
+	l2_bytes = (size_t)l2;
+	opened = (ingot_stream){INGOT_CUDA, (int32_t)ordinal, NULL};
+	return gpu_stream().handle != NULL;
 }
 
 ingot_stream gpu_stream(void) {
+	if (opened.type == INGOT_CPU || stream.handle) return stream;
+	void *handle = NULL;
+	if (cuCtxSetCurrent(context) || cuStreamCreate(&handle, 1)) {
+		fprintf(stderr, "ingot: the device gives no stream\n");
+		return opened;
+	}
+	stream = opened;
+	stream.handle = handle;
 	return stream;
 }
 
+void gpu_leave(void) {
+	if (arena) cuMemFree_v2(arena);
+	if (stream.handle) cuStreamDestroy_v2(stream.handle);
+	if (stage) cuMemFreeHost(stage);
+	free(pieces);
+	stage = NULL;
+	stream.handle = NULL;
+	arena = arena_bytes = 0;
+	pieces = NULL;
+	piece_count = piece_room = 0;
+}
+
 bool gpu_takes(const ingot_options *options) {
-	return stream.type != INGOT_CPU && !(options && options->backend && strncmp(options->backend, "reference", 9) == 0);
+	return opened.type != INGOT_CPU && !(options && options->backend && strncmp(options->backend, "reference", 9) == 0);
+}
+
+/* The driver's interface tells a CUDA version only; its management library tells its own. */
+const char *gpu_driver(void) {
+	static char version[32];
+	int (*init)(void), (*get)(char *, unsigned);
+	void *const library = *version ? NULL : dlopen("libnvidia-ml.so.1", RTLD_NOW);
+	if (!library) return version;
+	*(void **)&init = dlsym(library, "nvmlInit_v2");
+	*(void **)&get = dlsym(library, "nvmlSystemGetDriverVersion");
+	if (!init || !get || init() || get(version, sizeof version)) *version = 0;
+	return version;
 }
 
 /* ---- running --------------------------------------------------------------------------------------------------------------- */
@@ -147,15 +199,26 @@ static bool translate_all(tool_operator op, unsigned char *params, ingot_options
 	return translate(&options->workspace, used);
 }
 
-static bool copy(bool to_device) {
+/* The first `used` bytes of the arena to or from the pieces that lie there; waits for what comes back. */
+static bool copy(bool to_device, size_t used) {
+	const bool staged = used <= STAGE_BYTES;
+	if (!used) return to_device || !cuStreamSynchronize(stream.handle);
+	if (staged && !stage && cuMemAllocHost_v2((void **)&stage, STAGE_BYTES)) return false;
+	if (staged && !to_device &&
+	    (cuMemcpyDtoHAsync_v2(stage, arena, used, stream.handle) || cuStreamSynchronize(stream.handle)))
+		return false;
 	for (size_t i = 0; i < piece_count; i++) {
 		const piece *const p = &pieces[i];
+		void *const host = (void *)(uintptr_t)p->memory;
 		if (p->run != run_number) continue;
-		if (to_device ? cuMemcpyHtoDAsync_v2(p->device, p->memory, p->bytes, stream.handle)
-		              : cuMemcpyDtoHAsync_v2((void *)(uintptr_t)p->memory, p->device, p->bytes, stream.handle))
+		if (staged && to_device) memcpy(stage + (p->device - arena), host, p->bytes);
+		else if (staged) memcpy(host, stage + (p->device - arena), p->bytes);
+		else if (to_device ? cuMemcpyHtoDAsync_v2(p->device, host, p->bytes, stream.handle)
+		                   : cuMemcpyDtoHAsync_v2(host, p->device, p->bytes, stream.handle))
 			return false;
 	}
-	return true;
+	if (!to_device) return staged || !cuStreamSynchronize(stream.handle);
+	return !staged || !cuMemcpyHtoDAsync_v2(arena, stage, used, stream.handle);
 }
 
 static int compare(const void *a, const void *b) {
@@ -163,46 +226,69 @@ static int compare(const void *a, const void *b) {
 	return (x > y) - (x < y);
 }
 
-/* Median seconds of one call, by events round each. */
-static bool time_runs(tool_operator op, const void *params, const ingot_options *options, int repeats,
-                      double *seconds) {
-	void *start, *end;
-	double *each = tool_alloc((size_t)repeats * sizeof *each);
-	bool good = !cuEventCreate(&start, 0) && !cuEventCreate(&end, 0);
-	for (int i = 0; i < repeats && good; i++) {
-		float ms = 0;
-		good = !cuEventRecord(start, stream.handle) && tool_run_on(op, params, stream, options) == INGOT_OK &&
-		       !cuEventRecord(end, stream.handle) && !cuStreamSynchronize(stream.handle) &&
-		       !cuEventElapsedTime(&ms, start, end);
-		each[i] = (double)ms * 1e-3;
+/* Gives everything the call can reach a place on the device and fills it. */
+static ingot_status send(tool_operator op, const void *params, const ingot_options *given, unsigned char *copied,
+                         ingot_options *options, size_t *used) {
+	const size_t size = tool_params_size(op);
+	if (!gpu_stream().handle) return INGOT_DRIVER;
+	memcpy(copied, params, size);
+	*options = *given;
+	if (!translate_all(op, copied, options, used))
+		return broken("a tensor lies in memory that the command did not allocate");
+	if (*used > arena_bytes) {
+		if (arena) cuMemFree_v2(arena);
+		arena_bytes = *used * 2;
+		if (cuMemAlloc_v2(&arena, arena_bytes)) {
+			arena = arena_bytes = 0;
+			return broken("the device has not enough memory");
+		}
+		memcpy(copied, params, size);
+		*options = *given;
+		if (!translate_all(op, copied, options, used)) return INGOT_INTERNAL;
 	}
-	qsort(each, (size_t)repeats, sizeof *each, compare);
-	*seconds = each[repeats / 2];
-	free(each);
-	return good;
+	return copy(true, *used) ? INGOT_OK : broken("inputs cannot be copied to the device");
 }
 
-ingot_status gpu_run(tool_operator op, const void *params, const ingot_options *given, int repeats, double *seconds) {
-	unsigned char copied[4096];
-	ingot_options options = *given;
+enum { PARAMS_MOST = 4096 };
+
+ingot_status gpu_run(tool_operator op, const void *params, const ingot_options *given) {
+	unsigned char copied[PARAMS_MOST];
+	ingot_options options;
 	size_t used;
-	const size_t size = tool_params_size(op);
-	memcpy(copied, params, size);
-	if (!translate_all(op, copied, &options, &used))
-		return broken("a tensor lies in memory that the command did not allocate");
-	if (used > arena_bytes) {
-		if (arena) cuMemFree_v2(arena);
-		arena_bytes = used * 2;
-		if (cuMemAlloc_v2(&arena, arena_bytes)) return broken("the device has not enough memory");
-		memcpy(copied, params, size);
-		options = *given;
-		if (!translate_all(op, copied, &options, &used)) return INGOT_INTERNAL;
-	}
-	if (!copy(true)) return broken("inputs cannot be copied to the device");
-	ingot_status s = tool_run_on(op, copied, stream, &options);
-	if (s == INGOT_OK && repeats > 0 && !time_runs(op, copied, &options, repeats, seconds))
-		return broken("a timed run failed");
+	ingot_status s = send(op, params, given, copied, &options, &used);
+	if (s != INGOT_OK) return s;
+	s = tool_run_on(op, copied, stream, &options);
 	/* also after a refusal: what it must not have written is compared by the caller */
-	if (!copy(false) || cuStreamSynchronize(stream.handle)) return broken("the device failed after the call");
+	return copy(false, used) ? s : broken("the device failed after the call");
+}
+
+ingot_status gpu_time(tool_operator op, const void *params, const ingot_options *given, double budget, int most,
+                      double *times, int *count) {
+	unsigned char copied[PARAMS_MOST];
+	ingot_options options;
+	void *start = NULL, *end = NULL;
+	address flushed = 0;
+	size_t used;
+	double spent = 0;
+	*count = 0;
+	ingot_status s = send(op, params, given, copied, &options, &used);
+	if (s == INGOT_OK) s = tool_run_on(op, copied, stream, &options);
+	if (s != INGOT_OK) return s;
+	bool good = !cuMemAlloc_v2(&flushed, 2 * l2_bytes + 1) && !cuEventCreate(&start, 0) && !cuEventCreate(&end, 0);
+	while (good && s == INGOT_OK && *count < most && (!*count || spent < (*count < 3 ? 3 : 1) * budget)) {
+		float ms = 0;
+		good = !cuMemsetD8Async(flushed, (unsigned char)*count, 2 * l2_bytes + 1, stream.handle) &&
+		       !cuEventRecord(start, stream.handle);
+		if (good) s = tool_run_on(op, copied, stream, &options);
+		good = good && s == INGOT_OK && !cuEventRecord(end, stream.handle) && !cuStreamSynchronize(stream.handle) &&
+		       !cuEventElapsedTime(&ms, start, end);
+		times[*count] = (double)ms * 1e-3;
+		spent += times[(*count)++];
+	}
+	if (start) cuEventDestroy_v2(start);
+	if (end) cuEventDestroy_v2(end);
+	if (flushed) cuMemFree_v2(flushed);
+	if (s == INGOT_OK && !good) return broken("a timed run failed");
+	if (s == INGOT_OK) qsort(times, (size_t)*count, sizeof *times, compare);
 	return s;
 }

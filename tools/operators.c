@@ -58,7 +58,7 @@ ingot_status tool_run_on(tool_operator op, const void *params, ingot_stream stre
 }
 
 ingot_status tool_run(tool_operator op, const void *params, const ingot_options *options) {
-	if (gpu_takes(options)) return gpu_run(op, params, options, 0, NULL);
+	if (gpu_takes(options)) return gpu_run(op, params, options);
 	return operators[op].run(params, (ingot_stream){0}, options);
 }
 

@@ -425,3 +425,18 @@ double problem_kv_bytes(const problem *p) {
 	return (double)p->batch * (double)p->heads_k * (double)p->sk * (double)(p->d + p->dv) *
 	       tool_dtype_size((int32_t)p->kv_dtype);
 }
+
+double problem_moved_bytes(const problem *p) {
+	const double rows = (double)p->batch * (double)p->heads_q * (double)p->sq;
+	const double own = tool_dtype_size((int32_t)p->dtype);
+	switch ((tool_operator)p->op) {
+	case TOOL_MERGE:
+		return rows * ((double)p->parts * ((double)p->d * own + 4) +
+		               (double)p->d * tool_dtype_size((int32_t)p->out_dtype) + 4);
+	case TOOL_APPEND:
+		return (double)p->batch * (double)p->heads_k * (double)p->sq * (double)(p->d + p->dv) *
+		       (own + tool_dtype_size((int32_t)p->kv_dtype));
+	case TOOL_MASK: return rows * (double)p->sk;
+	default: return 0;
+	}
+}

@@ -46,6 +46,13 @@ typedef struct problem {
 	int64_t data;                     /* problem_data */
 } problem;
 
+/* How much of a problem is made into memory. */
+typedef enum case_mode {
+	CASE_SHAPES, /* none: enough for explain, workspace and prepare */
+	CASE_SPEED,  /* tensors with values */
+	CASE_CHECK   /* and all that judging the results needs */
+} case_mode;
+
 typedef enum problem_data {
 	DATA_NORMAL,      /* standard normal */
 	DATA_X5,          /* five times that */
@@ -73,5 +80,7 @@ double problem_pairs(const problem *p);
 /* Work of one call: FLOPs of an attention, bytes of K and V read once a key head. */
 double problem_flops(const problem *p);
 double problem_kv_bytes(const problem *p);
+/* Bytes that a merge, an append or a mask reads and writes at most. */
+double problem_moved_bytes(const problem *p);
 
 #endif

@@ -139,12 +139,12 @@ bool rows_merge(const char *path, const row *rows, int count, char *error, size_
 	return good;
 }
 
-bool rows_verify(const char *path, const char *implementation, int64_t cases, double error_ratio, char *error,
-                 size_t capacity) {
+bool rows_verify(const char *path, const char *implementation, const char *digest, int64_t cases, double error_ratio,
+                 char *error, size_t capacity) {
 	table t = {0};
 	bool good = read_table(path, &t, error, capacity);
 	for (int i = 0; good && i < t.count; i++)
-		if (strcmp(t.rows[i].implementation, implementation) == 0) {
+		if (strcmp(t.rows[i].implementation, implementation) == 0 && strcmp(t.rows[i].digest, digest) == 0) {
 			t.rows[i].cases = cases;
 			t.rows[i].error_ratio = error_ratio;
 		}

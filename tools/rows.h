@@ -16,8 +16,9 @@ typedef struct row {
 /* Adds or replaces rows of FILE (made if it is missing). A row that replaces one of the same digest keeps its evidence. */
 bool rows_merge(const char *path, const row *rows, int count, char *error, size_t capacity);
 
-/* Sets the evidence of every row of an implementation: what its check gave; 0 cases: not verified. */
-bool rows_verify(const char *path, const char *implementation, int64_t cases, double error_ratio, char *error,
-                 size_t capacity);
+/* Sets the evidence of every row of an implementation that is of the source with that digest: what its check gave; 0 cases: not
+ * verified. */
+bool rows_verify(const char *path, const char *implementation, const char *digest, int64_t cases, double error_ratio,
+                 char *error, size_t capacity);
 
 #endif

@@ -178,7 +178,8 @@ static void test_rows(void **state) {
 	         .device = "m",
 	         .date = "2026-01-01"};
 	assert_true(rows_merge(path, &a, 1, error, sizeof error));
-	assert_true(rows_verify(path, "attn_fwd_avx2", 42, 0.5, error, sizeof error));
+	assert_true(rows_verify(path, "attn_fwd_avx2", "d1", 42, 0.5, error, sizeof error));
+	assert_true(rows_verify(path, "attn_fwd_avx2", "d0", 7, 0.9, error, sizeof error)); /* another source's check */
 	a.microseconds = 9;
 	assert_true(rows_merge(path, &a, 1, error, sizeof error)); /* the same source keeps its evidence */
 	row b = a;
