@@ -113,8 +113,11 @@ double tool_peak(int32_t dtype, int threads, const char **name);
 /* GB/s of a loop that only reads `bytes` of memory, on that many threads; one pass. */
 double tool_read_rate(const void *memory, size_t bytes, int threads);
 
-/* The built-in suite: the lines of bench/cpu.txt, made by the build. */
-extern const char *const bench_suite[];
-extern const int bench_suite_count;
+/* The built-in suites: the lines of bench/cpu.txt and bench/cuda.txt, made by the build. */
+typedef struct bench_lines {
+	const char *const *lines;
+	int count;
+} bench_lines;
+extern const bench_lines bench_suite_cpu, bench_suite_cuda;
 
 #endif

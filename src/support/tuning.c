@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const dtypes[] = {"none", "f32", "f16", "bf16", "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"};
+static const char *const dtypes[] = {"none",     "f32",      "f16", "bf16", "e4m3", "e5m2",
+                                     "e4m3fnuz", "e5m2fnuz", "i32", "i64",  "u64",  "bool"};
 static const char *const masks[] = {"full", "causal", "window"};
 static const char *const classes[] = {"plain", "general", "paged"};
 enum { DTYPES = sizeof dtypes / sizeof *dtypes };

@@ -15,6 +15,7 @@
 #include "kernels/cpu.h"
 #include "rows.h"
 #include "rule.h"
+#include "support/tuning.h"
 
 /* Printing and reading again gives the same problem, for every line of the tiers and many generated ones. */
 static void test_lines_round_trip(void **state) {
@@ -38,6 +39,33 @@ static void test_lines_round_trip(void **state) {
 			problem_print(&q, again, sizeof again);
 			fail_msg("%s comes back as %s", line, again);
 		}
+	}
+}
+
+/* Every line of the suites of `ingot bench` is a name and a problem, and no two are alike. */
+static void test_suites_can_be_read(void **state) {
+	const bench_lines *const suites[] = {&bench_suite_cpu, &bench_suite_cuda};
+	for (int s = 0; s < 2; s++) {
+		assert_true(suites[s]->count > 100);
+		for (int i = 0; i < suites[s]->count; i++) {
+			char name[64], line[PROBLEM_TEXT], error[256];
+			problem p;
+			assert_int_equal(sscanf(suites[s]->lines[i], "%63s %1023s", name, line), 2);
+			if (!problem_parse(line, &p, error, sizeof error)) fail_msg("%s: %s", line, error);
+			for (int j = 0; j < i; j++) assert_string_not_equal(suites[s]->lines[j], suites[s]->lines[i]);
+		}
+	}
+}
+
+/* Every type that a problem can have is read back from the rows that were written. */
+static void test_buckets_can_be_read(void **state) {
+	for (uint8_t dtype = INGOT_F32; dtype <= INGOT_BOOL; dtype++) {
+		const ingot__bucket b = {.dtype = dtype, .kv_dtype = dtype, .d = 64, .dv = 128, .q = -1, .k = 13, .bh = 5};
+		ingot__bucket again;
+		char text[128];
+		ingot__bucket_text(&b, text, sizeof text);
+		if (!ingot__bucket_parse(text, &again)) fail_msg("%s cannot be read", text);
+		assert_memory_equal(&b, &again, sizeof b);
 	}
 }
 
@@ -204,6 +232,8 @@ static void test_rows(void **state) {
 int main(void) {
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_lines_round_trip),
+		cmocka_unit_test(test_suites_can_be_read),
+		cmocka_unit_test(test_buckets_can_be_read),
 		cmocka_unit_test(test_bad_lines_are_named),
 		cmocka_unit_test(test_values_agree_with_the_library),
 		cmocka_unit_test(test_ulp),
