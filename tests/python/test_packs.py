@@ -3,10 +3,12 @@
 Marked `images`: it needs nvcc (tools/fetch_nvcc.sh brings the pinned one; INGOT_NVCC names another place of it).
 """
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +69,68 @@ def test_a_second_build_does_nothing(packs):
     done = build(packs, "sm_90a,sm_80")
     assert done.returncode == 0 and "no work to do" in done.stdout
     assert time.monotonic() - start < 5  # it takes 0.1 s; a compile alone takes longer than this limit when it happens
+
+
+ONLY_DEPENDENCIES = """#!/bin/sh
+# the real compiler for all but the compiling: it writes the depfile, and the object stays empty
+case $1 in --version) exec {nvcc} --version ;; esac
+words=
+while [ $# -gt 0 ]; do
+    case $1 in
+    -MD) words="$words -M" ;;
+    -cubin | -Xptxas) [ "$1" = -cubin ] || shift ;;
+    -o) : >"$2" && shift ;;
+    *) words="$words $1" ;;
+    esac
+    shift
+done
+exec {nvcc} $words
+"""
+
+
+def included(path, seen):
+    """The headers of src/kernels that a file reads, itself or through others."""
+    for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.M):
+        header = (path.parent / name).resolve()
+        if "kernels" in header.parts and header.exists() and header not in seen:
+            seen.add(header)
+            included(header, seen)
+    return seen
+
+
+def test_a_touched_header_rebuilds_exactly_what_includes_it(tmp_path):
+    """All images of an architecture, each depfile by the real compiler; then Ninja is asked what it would build."""
+    source, out = tmp_path / "source", tmp_path / "packs"
+    shutil.copytree(ROOT / "src/kernels", source / "src/kernels")
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(ONLY_DEPENDENCIES.format(nvcc=Path(nvcc()).resolve()))
+    compiler.chmod(0o755)
+    done = command("build", "--arch", "sm_90a", "-o", out, "--nvcc", compiler, "--source", source)
+    assert "objects/sm_90a" in done.stderr + done.stdout and "is empty" in done.stderr + done.stdout
+
+    def stale():
+        """The images that Ninja would build now, by kernel."""
+        words = subprocess.run(["ninja", "-C", out, "-n"], capture_output=True, text=True, check=True).stdout
+        return Counter(re.findall(r"sm_90a (\w+):", words))
+
+    images = Counter(line.split("\t")[0] for line in (out / "objects/sm_90a.list").read_text().splitlines())
+    kernels = {name: source / f"src/kernels/cuda/{name}.cu" for name in images}
+    reads = {name: included(path, set()) for name, path in kernels.items()}
+    assert len(images) >= 7 and not stale()
+    sets = set()
+    for header in set().union(*reads.values()):
+        was = header.stat()
+        os.utime(header)
+        want = {name for name in images if header in reads[name]}
+        assert stale() == Counter({name: images[name] for name in want}), header.name
+        os.utime(header, ns=(was.st_atime_ns, was.st_mtime_ns))
+        sets.add(frozenset(want))
+    assert len(sets) > 2 and not stale()  # headers of all, of some and of others
+    for name, path in kernels.items():
+        was = path.stat()
+        os.utime(path)
+        assert stale() == Counter({name: images[name]})
+        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
 
 def test_the_same_source_gives_the_same_bytes(packs, tmp_path):
