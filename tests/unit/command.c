@@ -41,7 +41,11 @@ static void test_wrong_use_is_2(void **state) {
 		"check --seed -1",
 		"check --backend no_such_kernel",
 		"bench --threads 0",
-		"bench --problem merge:b1",
+		"bench --problem merge:frobnicate",
+		"bench --from 0",
+		"bench --device gpu",
+		"check --jobs 0",
+		"check --device cuda:x",
 		"bench --suite a --problem fwd:b1",
 	};
 	for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
