@@ -29,6 +29,7 @@ void ingot__bucket_of(const ingot__problem *p, ingot__bucket *b) {
 		.dv = (uint16_t)p->head_dim_v,
 		.q = nearest_log2(p->q_side.max_seqlen),
 		.k = nearest_log2(p->k_side.max_seqlen),
-		.bh = nearest_log2(p->batch * p->heads_q),
+		/* batch invariant: no other sequence may turn the choice */
+		.bh = nearest_log2((p->batch_invariant ? 1 : p->batch) * p->heads_q),
 	};
 }

@@ -196,6 +196,19 @@ static void test_stale_rows_prove_nothing(void **state) {
 	assert_non_null(strstr(text, "attn_bwd_reference"));
 }
 
+/* A measured choice may turn with the batch, unless a sequence's result must not. */
+static void test_batch_invariant(void **state) {
+	const ingot__impl *fast[2];
+	if (fast_ones(INGOT__ATTN_FWD, fast) < 1) skip();
+	for (int invariant = 0; invariant < 2; invariant++)
+		for (int64_t batch = 1; batch <= 16; batch += 15) {
+			attention(INGOT__ATTN_FWD, INGOT_F32, batch, 4, 16, 16, 64);
+			problem.batch_invariant = invariant;
+			assert_int_equal(choose(device, NULL, invariant ? INGOT_BATCH_INVARIANT : 0), INGOT_OK);
+			assert_string_equal(choice.impl->name, batch > 1 && !invariant ? "attn_fwd_reference" : fast[0]->name);
+		}
+}
+
 /* Rows are of the architecture they were measured on: they say nothing about its parent. */
 static void test_rows_of_a_child(void **state) {
 	const ingot__impl *fast[2];
@@ -241,7 +254,16 @@ static void write_rows(void) {
 	FILE *const f = fopen(rows_path, "w");
 	if (!f) abort();
 	fprintf(f, "# rows of a test\n");
-	if (fast_ones(INGOT__ATTN_FWD, fast) == 2)
+	const int count = fast_ones(INGOT__ATTN_FWD, fast);
+	if (count) { /* of the largest batch the reference is told to be the fastest */
+		add_row(f, "attn_fwd", fast[0], "f32,d64,dv64,q16,k16,bh4,full,plain", 10, ingot__impl_digest(fast[0]->name));
+		add_row(f, "attn_fwd", fast[0], "f32,d64,dv64,q16,k16,bh64,full,plain", 30, ingot__impl_digest(fast[0]->name));
+		fprintf(
+			f,
+			"attn_fwd\t%s\tf32,d64,dv64,q16,k16,bh64,full,plain\tattn_fwd_reference\tgeneral\t20\t0.5\t50\t%s\there\t2026-01-01\n",
+			device->arch, ingot__impl_digest("attn_fwd_reference"));
+	}
+	if (count == 2)
 		for (int i = 0; i < 2; i++) {
 			add_row(f, "attn_fwd", fast[i], "f32,d64,dv64,q16,k16,bh4,full,plain", i ? 20 : 10,
 			        ingot__impl_digest(fast[i]->name));
@@ -339,9 +361,13 @@ int main(int argc, char **argv) {
 	write_rows();
 	setenv("INGOT_TUNING_PATH", rows_path, 1);
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_forced),           cmocka_unit_test(test_no_fallback),
-		cmocka_unit_test(test_measured_fastest), cmocka_unit_test(test_stale_rows_prove_nothing),
-		cmocka_unit_test(test_rows_of_a_child),  cmocka_unit_test(test_every_candidate_is_answered),
+		cmocka_unit_test(test_forced),
+		cmocka_unit_test(test_no_fallback),
+		cmocka_unit_test(test_measured_fastest),
+		cmocka_unit_test(test_stale_rows_prove_nothing),
+		cmocka_unit_test(test_batch_invariant),
+		cmocka_unit_test(test_rows_of_a_child),
+		cmocka_unit_test(test_every_candidate_is_answered),
 		cmocka_unit_test(test_damaged_files),
 	};
 	const int failed = cmocka_run_group_tests(tests, NULL, NULL);

@@ -3,7 +3,8 @@
  * all query rows that share its key head. An item is one key head of one sequence, up to TILE query rows and a range of keys;
  * ranges are decided by sizes that the host knows and by the sequence's own length, and merged in order by a second step, so
  * results are the same for any number of threads. A task is a run of items. Included by the files attn_fwd_*_decode.c, which
- * define DECODE_NAME and tell decode_plan their vector length.
+ * define DECODE_NAME, DECODE_KEYS, how many keys a block has, and DECODE_HINT, where rows are fetched to, and tell decode_plan
+ * their vector length.
  *
  * K and V are walked through tables of row pointers, a block of keys at a time: pages and strides are dealt with there and
  * nowhere else. While a block's K is multiplied its V is fetched, and with its V the K of the block after, be it the next
@@ -25,11 +26,11 @@
 #define DECODE_TASK(step) DECODE_JOIN(ingot__, DECODE_NAME, step)
 
 enum {
-	KEYS = 64,             /* in a block */
-	TILE = 32,             /* query rows that share one reading of K and V */
-	ROWS_MOST = 24,        /* query rows per key head: beyond, packing K and V pays */
-	PART_BLOCKS = 8,       /* the fewest blocks worth a task of their own */
-	INVARIANT_BLOCKS = 16, /* blocks in a task when results must not depend on the batch */
+	KEYS = DECODE_KEYS,             /* in a block */
+	TILE = 32,                      /* query rows that share one reading of K and V */
+	ROWS_MOST = 24,                 /* query rows per key head: beyond, packing K and V pays */
+	PART_BLOCKS = 512 / KEYS,       /* the fewest blocks worth a task of their own */
+	INVARIANT_BLOCKS = 1024 / KEYS, /* blocks in a task when results must not depend on the batch */
 	ITEMS_WANTED = 128,
 	TASKS_PER_THREAD = 8
 };
@@ -134,12 +135,6 @@ static inline void decode_plan(const ingot__problem *p, ingot__plan *out, int th
 enum { UNIT = 2 * VL };
 
 #define LOG2E 1.44269504088896340736f
-
-/* Fetched into L2, not L1, whose few miss buffers are what limits a core that reads. The non-temporal hint is the worst: 2 to 4
- * GB/s of 28 on an Intel model 207. */
-#ifndef DECODE_HINT
-#define DECODE_HINT _MM_HINT_T1
-#endif
 
 /* 2^x for x <= 127, relative error 8e-8 and exactly 1 at 0, so that the row of a single key is that key's V; 0 for -inf. The
  * polynomial is a minimax fit on [-1/2, 1/2]. */
@@ -311,17 +306,32 @@ X86_INLINE vf sum_lanes(const vf a[VL]) {
 
 #define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 
-/* Fetches the line, or lines, of the unit at p. */
-X86_INLINE void fetch_unit(const int32_t type, const char *p) {
-	_mm_prefetch(p, DECODE_HINT);
-	if (UNIT * size_of(type) > 64) _mm_prefetch(p + 64, DECODE_HINT);
+/* Rows that the products fetch on their way, line by line in the order of memory, which lets the hardware see ahead too. */
+typedef struct fetcher {
+	const char *const *row;
+	int64_t rows, bytes; /* rows left, and bytes in each */
+	const char *next;    /* in the present row */
+	int64_t left, due;   /* bytes of it, and of all that the products have gone through */
+} fetcher;
+
+X86_INLINE void fetch(fetcher *f, const int bytes) {
+	for (f->due += bytes; f->due >= 64; f->due -= 64) {
+		if (f->left <= 0) {
+			if (f->rows == 0) return;
+			f->rows--;
+			f->next = *f->row++;
+			f->left = f->bytes;
+		}
+		_mm_prefetch(f->next, DECODE_HINT);
+		f->next += 64;
+		f->left -= 64;
+	}
 }
 
 /* a[r * per + x] = products of R rows of Q with the G keys key[x], lane by lane. All but pointers and dim are constants. */
 X86_INLINE void score_keys(const int32_t type, const int R, const int G, const int per, vf *a, const float *q,
-                           int64_t pitch, const char *const *key, const char *const *ahead, int64_t dim) {
+                           int64_t pitch, const char *const *key, fetcher *f, int64_t dim) {
 	const char *const k0 = key[0], *const k1 = key[1], *const k2 = key[G - 2], *const k3 = key[G - 1];
-	const char *const f0 = ahead[0], *const f1 = ahead[1], *const f2 = ahead[G - 2], *const f3 = ahead[G - 1];
 	const int64_t whole = dim / UNIT * UNIT;
 	vf l0, h0, l1, h1, l2, h2, l3, h3;
 #define ADD(r)                                                                        \
@@ -339,10 +349,7 @@ X86_INLINE void score_keys(const int32_t type, const int R, const int G, const i
 	int64_t d = 0;
 	for (; d < whole; d += UNIT) {
 		const int64_t at = d * size_of(type);
-		fetch_unit(type, f0 + at);
-		fetch_unit(type, f1 + at);
-		if (G == 4) fetch_unit(type, f2 + at);
-		if (G == 4) fetch_unit(type, f3 + at);
+		fetch(f, G * UNIT * size_of(type));
 		load_unit(type, k0 + at, &l0, &h0);
 		load_unit(type, k1 + at, &l1, &h1);
 		if (G == 4) load_unit(type, k2 + at, &l2, &h2);
@@ -351,10 +358,7 @@ X86_INLINE void score_keys(const int32_t type, const int R, const int G, const i
 	}
 	if (d < dim) {
 		const int64_t at = d * size_of(type), n = dim - d;
-		fetch_unit(type, f0 + at);
-		fetch_unit(type, f1 + at);
-		if (G == 4) fetch_unit(type, f2 + at);
-		if (G == 4) fetch_unit(type, f3 + at);
+		fetch(f, G * UNIT * size_of(type));
 		load_unit_tail(type, k0 + at, n, &l0, &h0);
 		load_unit_tail(type, k1 + at, n, &l1, &h1);
 		if (G == 4) load_unit_tail(type, k2 + at, n, &l2, &h2);
@@ -367,7 +371,7 @@ X86_INLINE void score_keys(const int32_t type, const int R, const int G, const i
 /* Raw scores of R query rows (s, KEYS apart) with `count` keys, rounded up to a multiple of VL: the tables hold a valid row
  * for each. */
 X86_INLINE void scores(const int32_t type, const int R, const float *q, int64_t pitch, const char *const *key,
-                       const char *const *ahead, int count, int64_t dim, float *s) {
+                       fetcher ahead, int count, int64_t dim, float *s) {
 	const int per = VL / R; /* keys whose sums fill a vector */
 	const int G = R == 1 || (VL == 16 && R < 8) ? 4 : 2;
 	for (int j = 0; j < count; j += per) {
@@ -375,10 +379,10 @@ X86_INLINE void scores(const int32_t type, const int R, const float *q, int64_t 
 #define ZERO(i) a[i] = v_zero();
 		X86_EACH_LANE(ZERO)
 #undef ZERO
-		score_keys(type, R, G, per, a, q, pitch, key + j, ahead + j, dim);
-		if (G < per) score_keys(type, R, G, per, a + G, q, pitch, key + j + G, ahead + j + G, dim);
-		if (2 * G < per) score_keys(type, R, G, per, a + 2 * G, q, pitch, key + j + 2 * G, ahead + j + 2 * G, dim);
-		if (2 * G < per) score_keys(type, R, G, per, a + 3 * G, q, pitch, key + j + 3 * G, ahead + j + 3 * G, dim);
+		score_keys(type, R, G, per, a, q, pitch, key + j, &ahead, dim);
+		if (G < per) score_keys(type, R, G, per, a + G, q, pitch, key + j + G, &ahead, dim);
+		if (2 * G < per) score_keys(type, R, G, per, a + 2 * G, q, pitch, key + j + 2 * G, &ahead, dim);
+		if (2 * G < per) score_keys(type, R, G, per, a + 3 * G, q, pitch, key + j + 3 * G, &ahead, dim);
 		float t[VL];
 		v_store(t, sum_lanes(a));
 #define PUT(r) \
@@ -391,7 +395,7 @@ X86_INLINE void scores(const int32_t type, const int R, const float *q, int64_t 
 /* W units of O, R rows (pitch apart) = alpha O + P V: V's units begin at byte `at` of each row and hold n elements if tail. The
  * block is summed from zero, which keeps long sums of like numbers exact. */
 X86_INLINE void value_units(const int32_t type, const int R, const int W, const bool tail, const float *p,
-                            const float *alpha, const char *const *row, const char *const *ahead, int count, int64_t at,
+                            const float *alpha, const char *const *row, fetcher *ahead, int count, int64_t at,
                             int64_t n, float *o, int64_t pitch) {
 	const int step = UNIT * size_of(type);
 	vf a[16];
@@ -403,10 +407,9 @@ X86_INLINE void value_units(const int32_t type, const int R, const int W, const 
 	EACH_ROW(ZERO)
 #undef ZERO
 	for (int j = 0; j < count; j++) {
-		const char *const v = row[j] + at, *const f = ahead[j] + at;
+		const char *const v = row[j] + at;
 		vf l0, h0, l1 = v_zero(), h1 = l1;
-		fetch_unit(type, f);
-		if (W == 2) fetch_unit(type, f + step);
+		fetch(ahead, W * step);
 		if (tail) load_unit_tail(type, v, n, &l0, &h0);
 		else load_unit(type, v, &l0, &h0);
 		if (W == 2) load_unit(type, v + step, &l1, &h1);
@@ -435,30 +438,30 @@ X86_INLINE void value_units(const int32_t type, const int R, const int W, const 
 }
 
 X86_INLINE void values(const int32_t type, const int R, const float *p, const float *alpha, const char *const *row,
-                       const char *const *ahead, int count, int64_t dim, float *o, int64_t pitch) {
+                       fetcher ahead, int count, int64_t dim, float *o, int64_t pitch) {
 	const int size = size_of(type);
 	const bool wide = 4 * R <= VL; /* accumulators of two units fit */
 	int64_t d = 0;
 	if (wide)
 		for (; d + 2 * UNIT <= dim; d += 2 * UNIT)
-			value_units(type, R, wide ? 2 : 1, false, p, alpha, row, ahead, count, d * size, UNIT, o + d, pitch);
+			value_units(type, R, wide ? 2 : 1, false, p, alpha, row, &ahead, count, d * size, UNIT, o + d, pitch);
 	for (; d + UNIT <= dim; d += UNIT)
-		value_units(type, R, 1, false, p, alpha, row, ahead, count, d * size, UNIT, o + d, pitch);
-	if (d < dim) value_units(type, R, 1, true, p, alpha, row, ahead, count, d * size, dim - d, o + d, pitch);
+		value_units(type, R, 1, false, p, alpha, row, &ahead, count, d * size, UNIT, o + d, pitch);
+	if (d < dim) value_units(type, R, 1, true, p, alpha, row, &ahead, count, d * size, dim - d, o + d, pitch);
 }
 
-typedef void scores_fn(const float *q, int64_t pitch, const char *const *key, const char *const *ahead, int count,
-                       int64_t dim, float *s);
-typedef void values_fn(const float *p, const float *alpha, const char *const *row, const char *const *ahead, int count,
+typedef void scores_fn(const float *q, int64_t pitch, const char *const *key, fetcher ahead, int count, int64_t dim,
+                       float *s);
+typedef void values_fn(const float *p, const float *alpha, const char *const *row, fetcher ahead, int count,
                        int64_t dim, float *o, int64_t pitch);
 
 #define PRODUCTS(name, type, R)                                                                                      \
-	static void scores_##name##_##R(const float *q, int64_t pitch, const char *const *key, const char *const *ahead, \
-	                                int count, int64_t dim, float *s) {                                              \
+	static void scores_##name##_##R(const float *q, int64_t pitch, const char *const *key, fetcher ahead, int count, \
+	                                int64_t dim, float *s) {                                                         \
 		scores(type, R, q, pitch, key, ahead, count, dim, s);                                                        \
 	}                                                                                                                \
-	static void values_##name##_##R(const float *p, const float *alpha, const char *const *row,                      \
-	                                const char *const *ahead, int count, int64_t dim, float *o, int64_t pitch) {     \
+	static void values_##name##_##R(const float *p, const float *alpha, const char *const *row, fetcher ahead,       \
+	                                int count, int64_t dim, float *o, int64_t pitch) {                               \
 		values(type, R, p, alpha, row, ahead, count, dim, o, pitch);                                                 \
 	}
 /* X(name, type): the types that K and V may have. */
@@ -760,6 +763,9 @@ void DECODE_TASK(_part)(const ingot__problem *p, const ingot__plan *plan, void *
 	scores_fn *const *const score = scores_of[p->k.dtype];
 	values_fn *const *const value = values_of[p->v.dtype];
 
+	const int64_t k_bytes = p->head_dim * ingot__dtype_size(p->k.dtype);
+	const int64_t v_bytes = p->head_dim_v * ingot__dtype_size(p->v.dtype);
+
 	item pair[2];
 	int now = 0; /* the table of the current block */
 	for (int64_t n = first; n < last; n++) {
@@ -781,32 +787,35 @@ void DECODE_TASK(_part)(const ingot__problem *p, const ingot__plan *plan, void *
 			int count = block_at(it, it->begin);
 			if (!it->tabled) fill_table(&it->c, &own->table[now], it->begin, count);
 			for (int64_t k0 = it->begin; k0 < it->end; k0 += KEYS, now ^= 1) {
-				const row_table *const t = &own->table[now], *ahead = t;
+				const row_table *const t = &own->table[now];
 				row_table *const after = &own->table[now ^ 1];
 				const int more = block_at(it, k0 + KEYS);
+				int following = more; /* keys in the table after this */
 				if (more) {
 					fill_table(&it->c, after, k0 + KEYS, more);
-					ahead = after;
 				} else if (n + 1 < last) {
 					place_item(p, plan, n + 1, own->row[(n + 1 - first) & 1], next);
 					placed = true;
 					if (next->mine.rows && next->begin < next->end) {
-						fill_table(&next->c, after, next->begin, block_at(next, next->begin));
+						following = block_at(next, next->begin);
+						fill_table(&next->c, after, next->begin, following);
 						next->tabled = true;
-						ahead = after;
 					}
 				}
 				/* K's rows fetch V's, and V's the next block's K; later products find what the first one fetched */
 				for (int r = 0, log; r < rows; r += 1 << log) {
 					log = chunk_log(rows - r);
-					score[log](q + r * q_pitch, q_pitch, t->k, r ? t->k : t->v, count, p->head_dim, s + r * KEYS);
+					score[log](q + r * q_pitch, q_pitch, t->k,
+					           (fetcher){.row = t->v, .rows = r ? 0 : count, .bytes = v_bytes}, count, p->head_dim,
+					           s + r * KEYS);
 				}
 				for (int r = 0; r < rows; r++)
 					own->alpha[r] = soften(&it->c, &it->row[r], k0, count, s + r * KEYS, sums + r * VL);
 				for (int r = 0, log; r < rows; r += 1 << log) {
 					log = chunk_log(rows - r);
-					value[log](s + r * KEYS, own->alpha + r, t->v, r ? t->v : ahead->k, count, p->head_dim_v,
-					           o + r * o_pitch, o_pitch);
+					value[log](s + r * KEYS, own->alpha + r, t->v,
+					           (fetcher){.row = after->k, .rows = r ? 0 : following, .bytes = k_bytes}, count,
+					           p->head_dim_v, o + r * o_pitch, o_pitch);
 				}
 				count = more;
 			}

@@ -251,8 +251,12 @@ def forward(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-def backward(p: Problem, dout: np.ndarray) -> dict[str, np.ndarray]:
-    """dq, dk, dv (storage shapes, not paged), dbias (summed over broadcast axes) and dsink, when present."""
+def backward(
+    p: Problem, dout: np.ndarray, out: np.ndarray | None = None, lse: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """dq, dk, dv (storage shapes, not paged), dbias (summed over broadcast axes) and dsink, when present. out and lse
+    (natural log): the forward's stored results, of which the gradients are then a function; by default the exact ones.
+    """
     if p.paged:
         raise ValueError("backward refuses pages")
     dq, dk, dv = (np.zeros(x.shape) for x in (p.q, p.k, p.v))
@@ -264,12 +268,17 @@ def backward(p: Problem, dout: np.ndarray) -> dict[str, np.ndarray]:
             qb, start, n = r["at"]
             ks, m = p.k_side.locate(b, p.k.shape[2])
             kb, hk = (0 if p.k_side.stacked else b), r["hk"]
+            if lse is not None:
+                true, given = r["lse"], lse[qb, h, start : start + n].astype(np.float64)
+                factor = np.where(np.isneginf(true) & np.isneginf(given), 0.0, np.exp(true - given))
+                r["prob"], r["sink_prob"] = r["prob"] * factor[:, None], r["sink_prob"] * factor
             do = dout[qb, h, start : start + n].astype(np.float64) * _head(p.v_descale, b, hk)
             k, v = (np.where(r["valid"].any(0)[:, None], x, 0.0) for x in (r["k"], r["v"]))
             w = r["prob"] * r["keep"]
             dv[kb, hk, ks : ks + m] += w.T @ do
             dp = np.where(r["valid"], do @ v.T, 0.0) * r["keep"]
-            delta = (r["prob"] * dp).sum(1)
+            rows = np.s_[qb, h, start : start + n]
+            delta = (r["prob"] * dp).sum(1) if out is None else (dout[rows].astype(np.float64) * out[rows]).sum(1)
             ds = r["prob"] * (dp - delta[:, None])
             if dsink is not None:
                 dsink[h] -= (r["sink_prob"] * delta).sum()
