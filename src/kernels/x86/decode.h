@@ -2,9 +2,10 @@
  * Attention forward for few query rows, where the time goes into reading K and V. Each row of them is read once, in place, for
  * all query rows that share its key head. An item is one key head of one sequence, up to TILE query rows and a range of keys;
  * ranges are decided by sizes that the host knows and by the sequence's own length, and merged in order by a second step, so
- * results are the same for any number of threads. A task is a run of items. Included by the files attn_fwd_*_decode.c, which
- * define DECODE_NAME, DECODE_KEYS, how many keys a block has, and DECODE_HINT, where rows are fetched to, and tell decode_plan
- * their vector length.
+ * results are the same for any number of threads. A task is a run of items.
+ *
+ * The including file defines DECODE_NAME, DECODE_KEYS, how many keys a block has, and DECODE_HINT, where rows are fetched
+ * to, and tells decode_plan its vector length.
  *
  * K and V are walked through tables of row pointers, a block of keys at a time: pages and strides are dealt with there and
  * nowhere else. While a block's K is multiplied its V is fetched, and with its V the K of the block after, be it the next
