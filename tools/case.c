@@ -350,6 +350,10 @@ static void build_bias(test_case *c) {
 	}
 	buffer_make(&c->bias, (int32_t)p->bias_dtype, 4, seen_shape, stride, p->misalign ? 1 : 0, c->mode != CASE_SHAPES);
 	if (c->mode == CASE_SHAPES) return;
+	if (c->mode == CASE_SPEED && p->data == DATA_NORMAL && p->bias_dtype != INGOT_BOOL) {
+		buffer_fill_normal(&c->bias, tool_hash(c->seed, RANDOM_BIAS, 0));
+		return;
+	}
 	buffer_fill_dead(&c->bias);
 	float *plain = c->mode == CASE_CHECK ? tool_alloc(sizeof(float) * (size_t)(elements > 0 ? elements : 1)) : NULL;
 	for (int64_t b = 0; b < p->batch; b++)
