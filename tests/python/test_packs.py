@@ -266,6 +266,12 @@ def test_eight_builders_at_once_leave_one_good_tree(tmp_path):
     assert verify(tmp_path / "ingot-sm_90a.pack").returncode == 0
 
 
+def test_the_page_on_nvidia_counts_every_kernels_images():
+    images = Counter(re.findall(r"^sm_90a (\w+):", command("build", "--arch", "sm_90a", "--list").stdout, re.M))
+    told = re.findall(r"^\| (\w+_sm\w+) \| (\d+) \|", (ROOT / "docs/nvidia.md").read_text(), re.M)
+    assert images and {name: int(count) for name, count in told} == images
+
+
 def test_bad_words_are_named(tmp_path):
     done = command("build", "--arch", "sm_12", "-o", tmp_path)
     assert done.returncode == 2 and "sm_12" in done.stderr and "sm_90a" in done.stderr
