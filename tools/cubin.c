@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MACHINE_CUDA = 190, INFO_PARAMETERS = 0x0a, INFO_REGISTERS = 0x2f };
+enum { MACHINE_CUDA = 190, INFO_PARAMETER = 0x17, INFO_REGISTERS = 0x2f };
 
 typedef struct object {
 	const unsigned char *bytes;
@@ -91,16 +91,16 @@ bool cubin_kernel(const void *bytes, size_t size, const char *kernel, uint64_t *
 	Elf64_Shdr text, info;
 	char name[128];
 	const char *why;
-	uint32_t bank = 0;
+	uint32_t parameter = 0;
 	if (!open_object(&o, bytes, size, &why)) return false;
 	snprintf(name, sizeof name, ".text.%s", kernel);
 	if (!find(&o, name, &text) || text.sh_type == SHT_NOBITS || text.sh_size == 0) return false;
 	snprintf(name, sizeof name, ".nv.info.%s", kernel);
 	if (!find(&o, name, &info) || info.sh_type == SHT_NOBITS) return false;
-	/* symbol, then offset and size of the parameters in the constant bank, 16 bits each */
-	if (!attribute(&o, &info, INFO_PARAMETERS, 4, &bank)) return false;
+	/* index, then ordinal and offset, then the size in the upper 14 bits: of the one parameter, without what aligns it */
+	if (!attribute(&o, &info, INFO_PARAMETER, 8, &parameter)) return false;
 	*code_bytes = text.sh_size;
-	*arguments_size = bank >> 16;
+	*arguments_size = parameter >> 18;
 	*registers = text.sh_info >> 24; /* where this object format keeps it; newer ones keep it in the log only */
 	return true;
 }
