@@ -104,13 +104,14 @@ static int compare(const ingot__pack_entry *entry, const char *implementation, c
 }
 
 /* Every image of this library's table is in the pack, from this source, and nothing else is. Prints what is not. */
-static int against_library(const ingot__pack_entry *entries, uint32_t count, const char *only) {
+static int against_library(const ingot__pack_entry *entries, uint32_t count, const char *arch, const char *only) {
 	int wrong = 0;
 	char *seen = tool_alloc(count + 1);
 	ingot_implementation impl;
 	for (int32_t i = 0; ingot_implementation_get(i, &impl) == INGOT_OK; i++) {
 		ingot_variant variant;
-		if (impl.device_type == INGOT_CPU) continue;
+		/* kernels of one architecture are in its packs only */
+		if (impl.device_type == INGOT_CPU || (*impl.arch && strcmp(impl.arch, arch))) continue;
 		for (int32_t v = 0; ingot_variant_get(i, v, &variant) == INGOT_OK; v++) {
 			char name[128], digest[33];
 			bool found = false;
@@ -150,7 +151,7 @@ static int verify(const tool_command *command, const char *path, const char *onl
 		if (why) wrong++, printf("%s:%s: %s\n", entry[i].implementation, entry[i].variant, why);
 		free(object);
 	}
-	wrong += against_library(entry, count, only);
+	wrong += against_library(entry, count, ingot__pack_head(pack)->arch, only);
 	if (wrong) printf("%s: %d faults\n", path, wrong);
 	else
 		printf("%s: %u images for %s, whole, complete and of this library's source\n", path, count,
@@ -303,6 +304,15 @@ static bool read_log(const char *log, const char *kernel, uint32_t *registers, u
 	return true;
 }
 
+/* The assembler's warnings that a kernel is not what it was written to be: registers that are not handed over between warpgroups,
+ * and matrix products that wait for one another. NULL without any. */
+static const char *spoiling_warning(const char *log) {
+	static const char *const warnings[] = {"C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515"};
+	for (size_t i = 0; i < sizeof warnings / sizeof *warnings; i++)
+		if (strstr(log, warnings[i])) return warnings[i];
+	return NULL;
+}
+
 static bool digest_of(const char *text, uint8_t out[16]) {
 	for (int i = 0; i < 16; i++) {
 		unsigned byte;
@@ -358,6 +368,10 @@ static int create_one(const tool_command *command, const char *arch, char *line,
 				tool_failed(command, "%s:%s: the compiler's log does not tell of kernel %s", field[0], field[1], name);
 		else all_spills += x->spill_bytes;
 	}
+	const char *const warning = spoiling_warning(log);
+	if (!status && warning)
+		status = tool_failed(command, "%s:%s: the assembler warns of %s: its products or registers are not as written",
+		                     field[0], field[1], warning);
 	free(log);
 	if (!status && all_spills > strtoul(field[4], NULL, 10))
 		status = tool_failed(command, "%s:%s: %u bytes of register spills; its row allows %s", field[0], field[1],

@@ -225,6 +225,21 @@ def test_spills_above_the_row_fail_the_build(packs, tmp_path):
     assert done.returncode == 1 and "8 bytes of register spills" in done.stderr
 
 
+@pytest.mark.parametrize("number", ["C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515"])
+def test_a_warning_that_spoils_a_kernel_fails_the_build(packs, tmp_path, number):
+    fields = listed(packs)
+    log = tmp_path / "log"
+    log.write_text((packs / fields[3]).read_text() + f"ptxas info    : ({number}) Potential Performance Loss\n")
+    done = create(packs, tmp_path, [*fields[:3], str(log), *fields[4:]])
+    assert done.returncode == 1 and f"warns of {number}" in done.stderr
+
+
+def test_a_kernel_of_one_architecture_is_asked_of_its_packs_only(packs):
+    for arch, missing in (("sm_90a", True), ("sm_80", False)):
+        done = command("image", "verify", packs / f"ingot-{arch}.pack")
+        assert ("attn_fwd_sm90:bf16_d64v64_plain: missing" in done.stdout) == missing, done.stdout
+
+
 def test_a_stale_pack_is_told(packs, tmp_path):
     fields = listed(packs)
     fields[5] = "0" * 32
