@@ -171,6 +171,7 @@ static ingot_status launch_kernels(const ingot__device *device, const ingot_opti
 			if (!s) own = !(s = driver->alloc(stream.handle, bytes, &memory));
 		}
 		memcpy(plan->arguments, &memory, sizeof memory);
+		if (plan->maps && !s) s = driver->encode(plan->map, plan->maps, plan->arguments);
 		for (int i = 0; i < plan->steps && !s; i++) {
 			const ingot__step *const step = &plan->step[i];
 			if (step->grid[0] && step->grid[1] && step->grid[2])

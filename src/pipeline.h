@@ -130,6 +130,16 @@ struct ingot__device;
 
 struct ingot__step;
 
+/* A tensor of 16-bit elements as a GPU's copy engine fetches boxes of it into swizzled shared memory. An axis of extent 1 may
+ * have any stride that is a multiple of 8 elements and not 0. */
+typedef struct ingot__tensor_map {
+	const void *data;  /* aligned to 16 bytes */
+	int64_t extent[4]; /* columns, rows, heads, batches; each at least 1 */
+	int64_t stride[3]; /* elements from row to row, head to head, batch to batch: multiples of 8 below 2^39 */
+	uint32_t box[2];   /* columns and rows that one copy takes: 64 and at most 256 */
+	uint32_t at;       /* byte of the arguments where its 128 bytes go, a multiple of 64 */
+} ingot__tensor_map;
+
 /* What enter() changed and leave() puts back. */
 typedef struct ingot__visit {
 	bool pushed;
@@ -151,6 +161,8 @@ typedef struct ingot__driver {
 	ingot_status (*enter)(const struct ingot__device *device, void *stream, ingot__visit *visit);
 	/* leave() and free() are told how it went so far, and return that when it is not OK: the first failure is the one to tell. */
 	ingot_status (*leave)(const ingot__visit *visit, ingot_status so_far);
+	/* Writes tensor maps into an argument struct, each where it says. */
+	ingot_status (*encode)(const ingot__tensor_map *maps, int count, unsigned char *arguments);
 	/* Queues a step with one argument struct by value. */
 	ingot_status (*launch)(void *stream, void *function, const struct ingot__step *step, const void *arguments,
 	                       size_t arguments_size);
@@ -202,6 +214,7 @@ typedef struct ingot__step {
 } ingot__step;
 
 #define INGOT__STEPS 4
+#define INGOT__MAPS 4
 #define INGOT__ARGUMENTS 2048
 #define INGOT__PLAN_NUMBERS 24
 
@@ -215,6 +228,8 @@ struct ingot__plan {
 	/* GPU: the argument struct of all steps. It begins with a pointer that launch.c sets to the workspace. Its size is kept in
 	 * the image's index too, and the two must agree. */
 	uint32_t arguments_size;
+	int maps; /* which launch.c has the driver write into the arguments */
+	ingot__tensor_map map[INGOT__MAPS];
 	_Alignas(16) unsigned char arguments[INGOT__ARGUMENTS];
 };
 

@@ -36,7 +36,10 @@ enum {
 	ATTRIBUTE_MINOR = 76,
 	ATTRIBUTE_SHARED_OPTIN = 97,
 	FUNCTION_STATIC_SHARED = 1,
-	FUNCTION_DYNAMIC_SHARED_MOST = 8
+	FUNCTION_DYNAMIC_SHARED_MOST = 8,
+	MAP_UINT16 = 1,
+	MAP_SWIZZLE_128 = 3,
+	MAP_PROMOTION_256 = 3
 };
 
 #define FUNCTIONS(X)                                                                                                   \
@@ -65,6 +68,9 @@ enum {
 	X(CUresult, cuLaunchKernel,                                                                                        \
 	  (CUkernel kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, \
 	   CUstream stream, void **parameters, void **extra))                                                              \
+	X(CUresult, cuTensorMapEncodeTiled,                                                                                \
+	  (void *map, int type, unsigned rank, void *data, const uint64_t *extent, const uint64_t *stride_bytes,           \
+	   const unsigned *box, const unsigned *element_stride, int interleave, int swizzle, int promotion, int fill))     \
 	X(CUresult, cuMemAllocAsync, (CUdeviceptr * memory, size_t size, CUstream stream))                                 \
 	X(CUresult, cuMemFreeAsync, (CUdeviceptr memory, CUstream stream))
 
@@ -328,6 +334,23 @@ static ingot_status function(const ingot__device *device, void *module, const ch
 	return s;
 }
 
+static ingot_status encode(const ingot__tensor_map *maps, int count, unsigned char *arguments) {
+	static const unsigned dense[4] = {1, 1, 1, 1};
+	for (const ingot__tensor_map *m = maps; m < maps + count; m++) {
+		_Alignas(64) unsigned char map[128];
+		uint64_t extent[4], stride[3];
+		for (int i = 0; i < 4; i++) extent[i] = (uint64_t)m->extent[i];
+		for (int i = 0; i < 3; i++) stride[i] = (uint64_t)m->stride[i] * 2;
+		const unsigned box[4] = {m->box[0], m->box[1], 1, 1};
+		/* bits are moved, not numbers: any type of 16 bits serves */
+		const CUresult e = cuTensorMapEncodeTiled(map, MAP_UINT16, 4, (void *)(uintptr_t)m->data, extent, stride, box,
+		                                          dense, 0, MAP_SWIZZLE_128, MAP_PROMOTION_256, 0);
+		if (e) return driver_failed(e, "a tensor map cannot be made");
+		memcpy(arguments + m->at, map, sizeof map);
+	}
+	return INGOT_OK;
+}
+
 static ingot_status launch(void *stream, void *kernel, const ingot__step *step, const void *arguments,
                            size_t arguments_size) {
 	(void)arguments_size; /* image.c compared it with the image's */
@@ -361,7 +384,7 @@ static ingot_status capturing(void *stream, bool *out) {
 	return INGOT_OK;
 }
 
-static const ingot__driver driver = {load, unload, function, enter, leave, launch, alloc, release, capturing};
+static const ingot__driver driver = {load, unload, function, enter, leave, encode, launch, alloc, release, capturing};
 
 ingot_status ingot__cuda_get(ingot_stream stream, const ingot__device **device) {
 	if (!atomic_load_explicit(&opened, memory_order_acquire)) {
