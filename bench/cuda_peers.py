@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Ingot beside PyTorch's attention on one NVIDIA GPU: the rows of bench/suite.txt, every peer in the same process, interleaved.
 
-    bench/cuda_peers.py [--suite FILE] [--rows T1,T5] [--op fwd,bwd] [--backend NAME ...] [--repeats N] [--json FILE]
+    bench/cuda_peers.py [--suite FILE] [--rows T1,T5] [--op fwd,bwd] [--backend NAME ...] [--repeats N] [--data KIND,KIND] [--json FILE]
 
 Needs torch with CUDA, and libingot with its packs (INGOT_LIBRARY, INGOT_IMAGE_PATH). A line for each row and operator: the
 median time of each, its TFLOP/s by the exact pair count, the ratio of the best peer's time to Ingot's, the spread (third minus
-first quartile over median), and the error against fp32 arithmetic on the same inputs (`err`, beside the peer's own).
+first quartile over median), and the error against fp32 arithmetic on the same inputs (`err`, beside the peer's own). Inputs are
+normal unless --data names kinds that are hard on a softmax: grow30 and grow300 (scores rise by so many nats along the keys),
+fall300, saw150 (a sawtooth of 896 keys), outliers (two loud channels, a loud first key), late (one key near the end outweighs all),
+cold (all scores near -200), loud (q and k times 30).
 """
 import argparse
 import ctypes
@@ -106,16 +109,37 @@ def interleaved(candidates, repeats):
     return times
 
 
+def shape_data(kind, q, k):
+    """Turns normal q and k into a kind of --data: channel 0 of q is 8, that of k makes the wanted scores."""
+    keys, d = k.shape[2], k.shape[3]
+    at = torch.arange(keys, device="cuda")
+    nats = {"grow30": 30 * at / keys, "grow300": 300 * at / keys, "fall300": 300 - 300 * at / keys,
+            "saw150": 150 * (at % 896) / 896, "late": 60.0 * (at == keys - 3), "cold": -200.0 + 0 * at}.get(kind)
+    if nats is not None:
+        q[..., 0] = 8
+        k[..., 0] = nats * d**0.5 / 8
+    elif kind == "outliers":
+        q[..., 1:3] += 8
+        k[..., 1:3] += 8
+        k[:, :, 0] *= 4
+    elif kind == "loud":
+        q *= 30
+        k *= 30
+    elif kind != "normal":
+        raise SystemExit(f"--data has no kind {kind}")
+
+
 def relative(x, reference):
     return float((x.float() - reference).norm() / reference.norm())
 
 
-def run_row(row, ops, backends, repeats):
+def run_row(row, ops, backends, repeats, data):
     dtype = DTYPES[row["dtype"]]
     shape = lambda h, s, d: (row["b"], row[h], row[s], row[d])
     torch.manual_seed(1)
     q, k, v, dout = (torch.randn(shape(*x), device="cuda", dtype=dtype)
                      for x in (("hq", "sq", "d"), ("hk", "sk", "d"), ("hk", "sk", "dv"), ("hq", "sq", "dv")))
+    shape_data(data, q, k)
     options = dict(is_causal=row["causal"], enable_gqa=row["hq"] != row["hk"])
     pairs = row["sq"] * row["sk"] if not row["causal"] else sum(min(row["sk"], i + 1) for i in range(row["sq"]))
     work = {"fwd": 2 * pairs * (row["d"] + row["dv"]), "bwd": 2 * pairs * (3 * row["d"] + 2 * row["dv"])}
@@ -184,7 +208,7 @@ def run_row(row, ops, backends, repeats):
         best = min((medians[x] for x in PEERS if x in medians), default=None)
         for name, ms in medians.items():
             quartiles = statistics.quantiles(times[name], n=4)
-            line = dict(row=row["name"], problem=row["text"], op=op, who=name, ms=ms,
+            line = dict(row=row["name"], problem=row["text"], data=data, op=op, who=name, ms=ms,
                         tflops=row["b"] * row["hq"] * work[op] / ms / 1e9, spread=(quartiles[2] - quartiles[0]) / ms,
                         err=errors.get(name), ratio=best / ms if best and name not in PEERS else None,
                         flash_ratio=medians["flash"] / ms if "flash" in medians and name not in PEERS else None,
@@ -192,7 +216,7 @@ def run_row(row, ops, backends, repeats):
             lines.append(line)
             extra = "" if name in PEERS else f"  best peer/ingot {line['ratio'] or 0:5.2f}  FA2/ingot " \
                 f"{line['flash_ratio'] or 0:5.2f}  {line['runs']}"
-            print(f"{row['name']:4} {op} {name:28} {ms:9.3f} ms {line['tflops']:7.1f} TFLOP/s  +-{line['spread']:4.0%}"
+            print(f"{row['name']:4} {data + ' ' if data != 'normal' else ''}{op} {name:28} {ms:9.3f} ms {line['tflops']:7.1f} TFLOP/s  +-{line['spread']:4.0%}"
                   f"  err {errors.get(name, 0):.1e}{extra}", flush=True)
     return lines
 
@@ -204,6 +228,7 @@ def main():
     parser.add_argument("--op", default="fwd,bwd")
     parser.add_argument("--backend", action="append", default=[])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--data", default="normal")
     parser.add_argument("--json")
     args = parser.parse_args()
     wanted = [x for x in args.rows.split(",") if x]
@@ -212,8 +237,9 @@ def main():
     lines = []
     for row in rows:
         if not wanted or row["name"] in wanted:
-            lines += run_row(row, args.op.split(","), args.backend or [""], args.repeats)
-            torch.cuda.empty_cache()
+            for data in args.data.split(","):
+                lines += run_row(row, args.op.split(","), args.backend or [""], args.repeats, data)
+                torch.cuda.empty_cache()
     if args.json:
         Path(args.json).write_text(json.dumps(dict(device=torch.cuda.get_device_name(), torch=torch.__version__,
                                                    cudnn=torch.backends.cudnn.version(), rows=lines), indent=1) + "\n")
