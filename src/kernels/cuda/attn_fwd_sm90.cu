@@ -1,0 +1,914 @@
+/*
+ * Attention forward on Hopper (sm_90a), in 16-bit types, by warpgroup products and the copy engine.
+ *
+ * A block stays on its multiprocessor and works through tiles of query rows: a warpgroup of helpers, and two or three warpgroups that
+ * own 64 rows each. Of the helpers, one warp decodes the next tiles, two have the copy engine fetch Q and K, and V, into rings, and one clears
+ * rows of V that belong to no pair. A row warpgroup walks the keys from the last block to the first and keeps two products in flight,
+ * S of this block and P V of the one before, under which it does the softmax. What limits it is the length of that softmax, so:
+ *
+ * There is no row maximum in the loop. A block whose row maxima are taken (the first of a tile, and masked ones) sets the reference
+ * that exponents are taken against; later blocks keep it, since softmax does not depend on it and P holds weights far above 1. The
+ * sums of a block, which are needed anyway, tell whether some weight left that range. Then, which is rare, a warp computes its scores
+ * once more from what still lies in shared memory, takes maxima, and goes on taking them to the end of the tile: no data costs more than
+ * one such repetition per warp and tile.
+ */
+#include "../gpu_args.h"
+
+enum { CLASS_PLAIN, CLASS_MASKED }; /* masked: causal, window, variable length */
+enum { Q_MAP, K_MAP, V_MAP, OUT_MAP, MAPS };
+enum { TILES_PER_HEAD, SECTION, ORDERED, EVEN, STEPS }; /* numbers */
+/* Bits of STEPS: axes along which a tensor moves. Others are broadcast by stride 0, which the copy engine does not know. */
+enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH = 32 };
+
+/* By head size of Q and K, and of V: row warpgroups, keys of a block, buffers for Q. Two blocks of K and V each are in flight. */
+#define GROUPS(head) ((head) <= 64 ? 3 : 2)
+#define KEYS(head, value) ((head) <= 128 || (value) <= 128 ? 128 : (head) <= 192 ? 96 : 64)
+#define Q_STAGES(head) ((head) <= 128 ? 2 : 1)
+#define KV_STAGES 2
+#define TILE_STAGES 4
+#define PANELS(columns) (((columns) + 63) / 64)
+#define TILE_BYTES(rows, columns) ((rows) * PANELS(columns) * 128)
+/* Where there is room, a tile's output has memory of its own, else that of its queries. */
+#define OUT_BYTES(head, value) (Q_STAGES(head) > 1 ? TILE_BYTES(64 * GROUPS(head), value) : 0)
+#define CONTROL_BYTES 512
+#define SHARED_BYTES(head, value)                                                               \
+	(Q_STAGES(head) * TILE_BYTES(64 * GROUPS(head), head) +                                     \
+	 KV_STAGES * (TILE_BYTES(KEYS(head, value), head) + TILE_BYTES(KEYS(head, value), value)) + \
+	 OUT_BYTES(head, value) + CONTROL_BYTES)
+/* Rows and keys are counted in 32 bits, with room for sums. */
+#define FAR (1 << 30)
+/* The workspace: places of tiles in a head, those with most keys first. */
+struct place {
+	int32_t batch, tile;
+};
+struct order {
+	int32_t count, pad[63]; /* then the places */
+};
+enum { ORDER_THREADS = 1024, LENGTHS = 2 * ORDER_THREADS, PLACES = 1 << 22 };
+#define MAPS_AT ((sizeof(ingot__gpu_args) + 63) / 64 * 64)
+
+#ifdef INGOT_HOST
+
+#define IMAGES(type, number, head, value)                                                                             \
+	{type "_d" #head "v" #value "_plain", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=0", 16}, \
+	{                                                                                                                 \
+		type "_d" #head "v" #value "_masked", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=1",  \
+			16                                                                                                        \
+	}
+#define HEADS(type, number)                                                                     \
+	IMAGES(type, number, 64, 64), IMAGES(type, number, 96, 96), IMAGES(type, number, 128, 128), \
+		IMAGES(type, number, 192, 128), IMAGES(type, number, 192, 192), IMAGES(type, number, 256, 256)
+
+static const ingot__image_variant images[] = {HEADS("f16", 2), HEADS("bf16", 3)};
+static const struct {
+	int head, value;
+} sizes[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
+enum { SIZES = sizeof sizes / sizeof *sizes };
+static const char *const kernels[] = {"attn_fwd_sm90_order", "attn_fwd_sm90", NULL};
+
+static int size_index(const ingot__problem *p) {
+	int i = 0;
+	while (i < SIZES && (sizes[i].head < p->head_dim || sizes[i].value < p->head_dim_v)) i++;
+	return i;
+}
+
+/* Whether the copy engine can tell where a tensor's rows, heads and batches are. */
+static bool can_map(const ingot_tensor *t) {
+	for (int i = 0; i < 3; i++)
+		if (t->stride[i] * 2 >= (int64_t)1 << 40) return false;
+	return t->stride[2] != 0 || t->shape[2] <= 1;
+}
+
+static int64_t tiles_per_head(const ingot__problem *p, int head) {
+	return (p->q_side.max_seqlen + 64 * GROUPS(head) - 1) / (64 * GROUPS(head));
+}
+
+static const char *refuse(const ingot__problem *p, const ingot__device *device, int *variant) {
+	(void)device;
+	INGOT__REFUSE_IF(p->q.dtype != INGOT_F16 && p->q.dtype != INGOT_BF16,
+	                 "it multiplies fp16 and bf16: q must be one of them");
+	INGOT__REFUSE_IF(p->k.dtype != p->q.dtype, "k and v must be of q's type");
+	INGOT__REFUSE_IF(p->out.dtype != p->q.dtype, "out must be of q's type: it is stored by the copy engine");
+	const int size = size_index(p);
+	INGOT__REFUSE_IF(size == SIZES, "a head size above 256");
+	INGOT__REFUSE_IF(p->head_dim % 8 || p->head_dim_v % 8,
+	                 "a head size that is no multiple of 8: rows are copied in 16-byte pieces");
+	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED,
+	                 "a base address or stride of q, k, v or out that is no multiple of 16 bytes");
+	INGOT__REFUSE_IF(p->features & INGOT__PAGED, "pages");
+	INGOT__REFUSE_IF(p->features & (INGOT__BIAS | INGOT__BIAS_BOOL), "a bias");
+	INGOT__REFUSE_IF(p->features & INGOT__ALIBI, "ALiBi");
+	INGOT__REFUSE_IF(p->features & INGOT__SOFTCAP, "a softcap");
+	INGOT__REFUSE_IF(p->features & INGOT__DROPOUT || p->dropout_seed_out.dtype != INGOT_NONE ||
+	                     p->dropout_offset_out.dtype != INGOT_NONE,
+	                 "dropout");
+	INGOT__REFUSE_IF(p->softmax_scale < 0 || p->softmax_scale > 0.69,
+	                 "a softmax_scale below 0 or above 0.69: maxima are kept of q.k itself");
+	INGOT__REFUSE_IF(!can_map(&p->q) || !can_map(&p->k) || !can_map(&p->v) || !can_map(&p->out),
+	                 "a row stride of 0 or a stride of 2^40 bytes in q, k, v or out, which the copy engine cannot do");
+	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR,
+	                 "as many rows as the copy engine cannot count");
+	INGOT__REFUSE_IF((double)tiles_per_head(p, sizes[size].head) * (double)p->batch * (double)p->heads_q > 1e9,
+	                 "more than 1e9 tiles of query rows");
+	const int class = p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED : CLASS_PLAIN;
+	*variant = ((p->q.dtype == INGOT_BF16) * SIZES + size) * 2 + class;
+	return NULL;
+}
+
+/* Boxes of `rows` rows and 64 columns of a tensor, for the copy engine. */
+static ingot__tensor_map map_of(int index, const ingot_tensor *t, int rows) {
+	ingot__tensor_map m = {
+		.at = (uint32_t)(MAPS_AT + 128 * (size_t)index), .data = t->data, .box = {64, (uint32_t)rows}};
+	for (int i = 0; i < 4; i++) {
+		const int axis = 3 - i;
+		/* an axis without a stride has one place, and the kernel stays there */
+		const bool still = i && t->stride[axis] == 0;
+		m.extent[i] = still ? 1 : t->shape[axis];
+		if (i) m.stride[i - 1] = still ? 8 : t->stride[axis];
+	}
+	return m;
+}
+
+/* How many heads are worked on together where tiles differ in length: the longest come first, so that blocks end together, but K
+ * and V of these heads must stay in the second-level cache. Some tiles a multiprocessor at least, lest nothing evens out. */
+static int64_t section_heads(const ingot__device *device, int64_t heads, int64_t group, int64_t tiles, double bytes) {
+	const int64_t cached = (int64_t)((double)device->l2_bytes * 9 / 16 / (bytes > 1 ? bytes : 1));
+	const int64_t busy = (device->multiprocessors * 7 / 2 + tiles * group - 1) / (tiles * group);
+	const int64_t most = (cached > busy ? cached : busy) * group;
+	if (most >= heads) return heads;
+	const int64_t sections = (heads + most - 1) / most, even = (heads + sections - 1) / sections;
+	return (even + group - 1) / group * group;
+}
+
+static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
+	(void)threads;
+	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
+	const int head = sizes[out->variant / 2 % SIZES].head, value = sizes[out->variant / 2 % SIZES].value;
+	const int64_t per_head = tiles_per_head(p, head), tiles = per_head * p->batch * p->heads_q;
+	const int64_t tile_rows = 64 * GROUPS(head), key_bytes = 2 * (p->head_dim + p->head_dim_v);
+	if (tiles == 0 || p->q.shape[2] == 0) return;
+	out->arguments_size = MAPS_AT + 128 * MAPS;
+	a->number[TILES_PER_HEAD] = (int32_t)per_head;
+	/* lengths that only the device knows: it orders the tiles first, where there are enough of them for the order to matter */
+	a->number[ORDERED] =
+		p->features & INGOT__VARLEN && tiles > device->multiprocessors && per_head * p->batch <= PLACES;
+	a->number[EVEN] = !a->number[ORDERED] && (p->right == INGOT__NO_BOUND || p->left != INGOT__NO_BOUND);
+	a->number[SECTION] = 1;
+	if (a->number[ORDERED]) {
+		const int64_t rows = p->q_side.stacked ? p->q_side.capacity : p->q_side.capacity * p->batch;
+		const int64_t keys = p->k_side.stacked ? p->k_side.capacity : p->k_side.capacity * p->batch;
+		a->number[SECTION] = (int32_t)section_heads(device, p->heads_q, p->group, rows / tile_rows + 1,
+		                                            (double)keys * (double)key_bytes);
+	} else if (!a->number[EVEN])
+		a->number[SECTION] = (int32_t)section_heads(device, p->batch * p->heads_q, p->group, per_head,
+		                                            (double)p->k_side.max_seqlen * (double)key_bytes);
+	a->number[STEPS] = (p->q.stride[1] ? Q_HEADS : 0) | (p->q.stride[0] ? Q_BATCH : 0) |
+	                   (p->k.stride[1] ? K_HEADS : 0) | (p->k.stride[0] ? K_BATCH : 0) |
+	                   (p->v.stride[1] ? V_HEADS : 0) | (p->v.stride[0] ? V_BATCH : 0);
+	/* without keys, nothing is fetched: any tensor will do */
+	const bool keys = p->k.shape[0] && p->k.shape[2];
+	out->map[Q_MAP] = map_of(Q_MAP, &p->q, 64);
+	out->map[K_MAP] = map_of(K_MAP, keys ? &p->k : &p->q, KEYS(head, value));
+	out->map[V_MAP] = map_of(V_MAP, keys ? &p->v : &p->out, KEYS(head, value));
+	out->map[OUT_MAP] = map_of(OUT_MAP, &p->out, 64);
+	out->maps = MAPS;
+	if (a->number[ORDERED]) {
+		out->workspace_bytes = sizeof(struct order) + (uint64_t)(per_head * p->batch) * sizeof(struct place);
+		out->step[out->steps++] =
+			(ingot__step){.name = "order", .kernel = kernels[0], .block = {ORDER_THREADS, 1, 1}, .grid = {1, 1, 1}};
+	}
+	out->step[out->steps++] =
+		(ingot__step){.name = "rows",
+	                  .kernel = kernels[1],
+	                  .block = {128 * (1 + (uint32_t)GROUPS(head)), 1, 1},
+	                  .shared_bytes = (uint32_t)SHARED_BYTES(head, value),
+	                  .grid = {(uint32_t)(tiles < device->multiprocessors ? tiles : device->multiprocessors), 1, 1}};
+}
+
+const ingot__impl ingot__impl_attn_fwd_sm90 = {
+	.name = "attn_fwd_sm90",
+	.family = "cuda",
+	.op = INGOT__ATTN_FWD,
+	.device = INGOT_CUDA,
+	.arch = "sm_90a",
+	.rank = 20,
+	.variant_count = sizeof images / sizeof *images,
+	.images = images,
+	.kernels = kernels,
+	.refuse = refuse,
+	.plan = plan,
+};
+
+#else
+#include "sm90.h"
+
+#if ELEMENT == 2
+typedef __half element;
+#else
+typedef __nv_bfloat16 element;
+#endif
+
+enum {
+	MASKED = CLASS == CLASS_MASKED,
+	OWNERS = GROUPS(HEAD),
+	BM = 64 * OWNERS,
+	BN = KEYS(HEAD, VALUE),
+	Q_GROUP_BYTES = TILE_BYTES(64, HEAD),
+	Q_BYTES = OWNERS * Q_GROUP_BYTES,
+	K_BYTES = TILE_BYTES(BN, HEAD),
+	V_BYTES = TILE_BYTES(BN, VALUE),
+	OUT_GROUP_BYTES = TILE_BYTES(64, VALUE),
+	OWN_OUT = OUT_BYTES(HEAD, VALUE) != 0,
+	/* Q as the first operand comes from registers where they suffice: one read of shared memory less for each product */
+	Q_HELD = HEAD > 64 && HEAD <= 128,
+	OWNER_REGISTERS = OWNERS == 3 ? 160 : 232,
+	HELPER_REGISTERS = OWNERS == 3 ? 32 : 40,
+	/* shared memory */
+	AT_K = Q_STAGES(HEAD) * Q_BYTES,
+	AT_V = AT_K + KV_STAGES * K_BYTES,
+	AT_OUT = AT_V + KV_STAGES * V_BYTES,
+	AT_TILES = AT_OUT + OUT_BYTES(HEAD, VALUE),
+	AT_Q_FULL = AT_TILES + 64 * TILE_STAGES,
+	AT_Q_EMPTY = AT_Q_FULL + 16,
+	AT_K_FULL = AT_Q_EMPTY + 16,
+	AT_K_EMPTY = AT_K_FULL + 8 * KV_STAGES,
+	AT_V_FULL = AT_K_EMPTY + 8 * KV_STAGES,
+	AT_V_EMPTY = AT_V_FULL + 8 * KV_STAGES,
+	AT_V_FETCHED = AT_V_EMPTY + 8 * KV_STAGES,
+	AT_TILE_FULL = AT_V_FETCHED + 8 * KV_STAGES,
+	AT_TILE_EMPTY = AT_TILE_FULL + 8 * TILE_STAGES,
+	AT_END = AT_TILE_EMPTY + 8 * TILE_STAGES
+};
+static_assert(AT_END <= SHARED_BYTES(HEAD, VALUE), "barriers and tiles fit into the control bytes");
+
+struct arguments {
+	ingot__gpu_args a;
+	tensor_map map[MAPS];
+};
+static_assert(sizeof(arguments) == MAPS_AT + 128 * MAPS, "as the host half lays it out");
+
+/* A weight sum of a block that tells of no weight beyond what P's type holds without loss. */
+#define SUM_MOST (ELEMENT == 2 ? 16384.0f : 1048576.0f)
+
+/* ---- tiles ------------------------------------------------------------------------------------------------------------ */
+
+/* What the helper that decodes tells the others; rows and keys are numbered within their sequence, map rows within the tensor. */
+struct tile {
+	int blocks;      /* of keys; 0: no row sees a key; below 0: there are no more tiles */
+	int first_block; /* blocks are first_block + blocks - 1 down to first_block */
+	int head, batch;
+	int q_slot, q_row;         /* batch and row of the map where the tile begins */
+	int rows;                  /* rows to write from there, may be more than BM */
+	int keys;                  /* of the sequence */
+	int k_slot, k_row;         /* batch and row of the map where the sequence's keys begin */
+	int see_first, see_last;   /* the tile's first row sees keys [see_first, see_last), each later row one further on */
+	int live_first, live_last; /* keys that some row of the sequence sees; outside, V may hold anything */
+	int pad[2];
+};
+static_assert(sizeof(tile) == 64, "as AT_TILES has room for");
+
+DEVICE int limit(index_t x) {
+	return (int)clamp64(x, -FAR, FAR);
+}
+
+/* What is to be done, in rounds in which tiles get shorter: sections of heads, in which every tile's place comes with each head. */
+struct schedule {
+	int heads, per_head, section, tiles, round;
+	const place *places; /* NULL: the last rows of each sequence come first */
+};
+
+DEVICE schedule make_schedule(const ingot__gpu_args &a) {
+	schedule w = {a.batch * a.heads_q, a.number[TILES_PER_HEAD], a.number[SECTION], 0, 0, 0};
+	if (MASKED && a.number[ORDERED]) {
+		const order *const o = (const order *)a.workspace;
+		w.heads = a.heads_q;
+		w.per_head = o->count;
+		w.places = (const place *)(o + 1);
+	}
+	w.tiles = w.per_head * w.heads;
+	w.round = a.number[EVEN] ? w.tiles : w.per_head * w.section;
+	return w;
+}
+
+/* The keys of rows i0 and on of a sequence, of any head. False where it has no such rows. */
+DEVICE bool look(const ingot__gpu_args &a, int batch, int i0, tile &t) {
+	span q = {batch, 0, a.max_seqlen_q}, k = {batch, 0, a.max_seqlen_k};
+	if (MASKED && (a.features & F_VARLEN)) {
+		q = query_rows(a, batch);
+		k = key_rows(a, batch);
+	}
+	t.batch = batch;
+	t.rows = q.count - i0;
+	if (MASKED && t.rows <= 0) return false;
+	t.q_slot = (int)q.slot;
+	t.q_row = (int)q.start + i0;
+	t.k_slot = (int)k.slot;
+	t.k_row = (int)k.start;
+	t.keys = k.count;
+	t.see_first = -FAR, t.see_last = FAR;
+	t.live_first = 0, t.live_last = k.count;
+	int first = 0, last = k.count;
+	if (MASKED) {
+		const index_t diagonal = a.bottom_right ? (index_t)k.count - q.count : 0;
+		t.see_first = limit(i0 + diagonal - a.left);
+		t.see_last = limit(i0 + diagonal + a.right + 1);
+		t.live_first = (int)clamp64(diagonal - a.left, 0, k.count);
+		t.live_last = (int)clamp64(q.count + diagonal + a.right, 0, k.count);
+		first = min(max(t.see_first, 0), k.count);
+		last = min(max(t.see_last + min(t.rows, BM) - 1, 0), k.count);
+		if (a.right < -a.left) last = first;
+	}
+	t.first_block = first / BN;
+	t.blocks = last > first ? (last + BN - 1) / BN - t.first_block : 0;
+	return true;
+}
+
+DEVICE bool decode(const ingot__gpu_args &a, const schedule &w, int number, tile &t) {
+	const int in_section = w.section * w.per_head, section = number / in_section, at = number - section * in_section;
+	const int heads = min(w.section, w.heads - section * w.section);
+	const int rank = at / heads, head = section * w.section + at - rank * heads;
+	int batch = head / a.heads_q, n = w.per_head - 1 - rank;
+	t.head = head - batch * a.heads_q;
+	if (MASKED && w.places) {
+		batch = w.places[rank].batch;
+		n = w.places[rank].tile;
+	}
+	return look(a, batch, n * BM, t);
+}
+
+/* Whether a block's V holds rows that may be anything. What lies behind the tensor's last row arrives as zeros. */
+DEVICE bool needs_clearing(const ingot__gpu_args &a, const tile &t, int j0) {
+	return MASKED && (j0 < t.live_first || (j0 + BN > t.live_last && t.k_row + t.live_last < a.k_capacity));
+}
+
+/* Waits for the next tile. It stays in its place until every reader has called done_with_tile. */
+DEVICE const tile &next_tile(uint32_t shared, const unsigned char *memory, const ring<TILE_STAGES> &place) {
+	barrier_wait(shared + AT_TILE_FULL + 8 * place.stage, place.parity);
+	return *(const tile *)(memory + AT_TILES + sizeof(tile) * place.stage);
+}
+/* One lane of each reader. */
+DEVICE void done_with_tile(uint32_t shared, const ring<TILE_STAGES> &place) {
+	barrier_arrive(shared + AT_TILE_EMPTY + 8 * place.stage);
+}
+
+/* ---- the order of tiles ------------------------------------------------------------------------------------------------- */
+
+/* One block: sorts the tiles of a head by their number of key blocks, by counting. Which of equals comes first is left to chance:
+ * no result depends on it. */
+extern "C" __global__ void __launch_bounds__(ORDER_THREADS) attn_fwd_sm90_order(const __grid_constant__ arguments x) {
+	__shared__ int counts[LENGTHS], total;
+	const ingot__gpu_args &a = x.a;
+	order *const o = (order *)a.workspace;
+	const int per_head = a.number[TILES_PER_HEAD], all = a.batch * per_head, me = thread_id();
+	const int scale = a.max_seqlen_k / BN / LENGTHS + 1;
+	counts[me] = counts[me + ORDER_THREADS] = 0;
+	block_barrier();
+	for (int pass = 0; pass < 2; pass++) {
+		for (int i = me; i < all; i += ORDER_THREADS) {
+			const place p = {i / per_head, i % per_head};
+			tile t;
+			if (!look(a, p.batch, p.tile * BM, t)) continue;
+			int *const count = &counts[LENGTHS - 1 - min(t.blocks / scale, LENGTHS - 1)];
+			if (pass == 0) atomicAdd(count, 1);
+			else ((place *)(o + 1))[atomicAdd(count, 1)] = p;
+		}
+		block_barrier();
+		if (pass == 1) break;
+		/* counts to where each length begins: sums of pairs, over threads by doubling, and back */
+		const int low = counts[2 * me], high = counts[2 * me + 1];
+		int sum = low + high;
+		for (int step = 1; step < ORDER_THREADS; step *= 2) {
+			block_barrier();
+			counts[me] = sum;
+			block_barrier();
+			if (me >= step) sum += counts[me - step];
+		}
+		block_barrier();
+		if (me == ORDER_THREADS - 1) total = sum;
+		counts[2 * me] = sum - high - low;
+		counts[2 * me + 1] = sum - high;
+		block_barrier();
+	}
+	if (me == 0) o->count = total;
+}
+
+/* ---- helpers ---------------------------------------------------------------------------------------------------------- */
+
+/* One lane. Blocks take a round's tiles in turn, there and back, so that what the first has more in one turn it has less in the next;
+ * each round begins with a turn of its own, since a turn over the end of one and the start of the next would give a few blocks the
+ * longest tiles beside the shortest. */
+DEVICE void decode_tiles(const ingot__gpu_args &a, uint32_t shared, unsigned char *memory) {
+	const int blocks = gridDim.x, block = blockIdx.x;
+	const schedule w = make_schedule(a);
+	ring<TILE_STAGES> place = {0, 1};
+	bool back = false;
+	for (int base = 0; base < w.tiles; base += w.round)
+		for (int turn = 0; turn < w.round; turn += blocks, back = !back) {
+			const int at = turn + (back ? blocks - 1 - block : block);
+			tile t;
+			if (at >= w.round || base + at >= w.tiles || !decode(a, w, base + at, t)) continue;
+			barrier_wait(shared + AT_TILE_EMPTY + 8 * place.stage, place.parity);
+			*(tile *)(memory + AT_TILES + sizeof(tile) * place.stage) = t;
+			barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
+			place.next();
+		}
+	barrier_wait(shared + AT_TILE_EMPTY + 8 * place.stage, place.parity);
+	((tile *)(memory + AT_TILES + sizeof(tile) * place.stage))->blocks = -1;
+	barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
+}
+
+template <int columns, int rows>
+DEVICE void load_tile(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int batch) {
+#pragma unroll
+	for (int i = 0; i < PANELS(columns); i++) load_box(to + i * rows * 128, map, barrier, i * 64, row, head, batch);
+}
+
+/* One lane. */
+DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const unsigned char *memory) {
+	const int steps = x.a.number[STEPS];
+	ring<TILE_STAGES> place = {0, 0};
+	ring<Q_STAGES(HEAD)> q = {0, 1};
+	ring<KV_STAGES> k = {0, 1};
+	for (;;) {
+		const tile t = next_tile(shared, memory, place);
+		done_with_tile(shared, place);
+		place.next();
+		if (t.blocks < 0) return;
+		if (t.blocks == 0) continue;
+		const int head_q = steps & Q_HEADS ? t.head : 0, batch_q = steps & Q_BATCH ? t.q_slot : 0;
+		const int head = steps & K_HEADS ? t.head / x.a.group : 0, batch = steps & K_BATCH ? t.k_slot : 0;
+		barrier_wait(shared + AT_Q_EMPTY + 8 * q.stage, q.parity);
+		barrier_expect(shared + AT_Q_FULL + 8 * q.stage, Q_BYTES);
+#pragma unroll
+		for (int i = 0; i < OWNERS; i++)
+			load_tile<HEAD, 64>(shared + q.stage * Q_BYTES + i * Q_GROUP_BYTES, &x.map[Q_MAP],
+			                    shared + AT_Q_FULL + 8 * q.stage, t.q_row + i * 64, head_q, batch_q);
+		q.next();
+		for (int j0 = (t.first_block + t.blocks - 1) * BN; j0 >= t.first_block * BN; j0 -= BN) {
+			barrier_wait(shared + AT_K_EMPTY + 8 * k.stage, k.parity);
+			barrier_expect(shared + AT_K_FULL + 8 * k.stage, K_BYTES);
+			load_tile<HEAD, BN>(shared + AT_K + k.stage * K_BYTES, &x.map[K_MAP], shared + AT_K_FULL + 8 * k.stage,
+			                    t.k_row + j0, head, batch);
+			k.next();
+		}
+	}
+}
+
+/* One lane. */
+DEVICE void fetch_values(const arguments &x, uint32_t shared, const unsigned char *memory) {
+	const int steps = x.a.number[STEPS];
+	ring<TILE_STAGES> place = {0, 0};
+	ring<KV_STAGES> v = {0, 1};
+	for (;;) {
+		const tile t = next_tile(shared, memory, place);
+		done_with_tile(shared, place);
+		place.next();
+		if (t.blocks < 0) return;
+		const int head = steps & V_HEADS ? t.head / x.a.group : 0, batch = steps & V_BATCH ? t.k_slot : 0;
+		for (int n = t.blocks - 1; n >= 0; n--) {
+			const int j0 = (t.first_block + n) * BN;
+			const uint32_t arrived = shared + (needs_clearing(x.a, t, j0) ? AT_V_FETCHED : AT_V_FULL) + 8 * v.stage;
+			barrier_wait(shared + AT_V_EMPTY + 8 * v.stage, v.parity);
+			barrier_expect(arrived, V_BYTES);
+			load_tile<VALUE, BN>(shared + AT_V + v.stage * V_BYTES, &x.map[V_MAP], arrived, t.k_row + j0, head, batch);
+			v.next();
+		}
+	}
+}
+
+/* A warp. Rows of V that no row of the sequence sees become 0 between the copy engine and the products: 0 times NaN is NaN. */
+DEVICE void clear_values(const ingot__gpu_args &a, uint32_t shared, unsigned char *memory) {
+	ring<TILE_STAGES> place = {0, 0};
+	int stage = 0;
+	uint32_t parity = 0; /* bit per stage: blocks that need clearing come seldom */
+	for (;;) {
+		const tile t = next_tile(shared, memory, place);
+		__syncwarp();
+		if (lane_id() == 0) done_with_tile(shared, place);
+		place.next();
+		for (int n = t.blocks - 1; n >= 0; n--) {
+			const int j0 = (t.first_block + n) * BN;
+			if (needs_clearing(a, t, j0)) {
+				barrier_wait(shared + AT_V_FETCHED + 8 * stage, parity >> stage & 1);
+				parity ^= 1u << stage;
+				for (int i = lane_id(); i < PANELS(VALUE) * BN * 8; i += 32) {
+					const int j = j0 + i / 8 % BN;
+					if (j < t.live_first || j >= t.live_last)
+						*(uint4 *)(memory + AT_V + stage * V_BYTES + i * 16) = make_uint4(0, 0, 0, 0);
+				}
+				fence_async();
+				__syncwarp();
+				if (lane_id() == 0) barrier_arrive(shared + AT_V_FULL + 8 * stage);
+			}
+			stage = stage + 1 == KV_STAGES ? 0 : stage + 1;
+		}
+		if (t.blocks < 0) return;
+	}
+}
+
+/* ---- softmax of a warpgroup's 64 x BN scores ------------------------------------------------------------------------------ */
+
+/* A thread has two rows, 8 apart. Elements 4 n to 4 n + 3: columns 8 n + 2 (lane % 4) and the next, of the first and of the second
+ * row. */
+struct rows {
+	float top0, top1;     /* reference of exponents: scores q.k; -Inf before the first key */
+	float total0, total1; /* this thread's part of the sum of weights */
+};
+
+/* -Inf for columns outside [low, high) of the first row, and one pair of bounds 8 further on for the second. */
+DEVICE void mask_high(float (&s)[BN / 2], int high0, int high1) {
+#pragma unroll
+	for (int i = 0; i < BN / 2; i += 4) {
+		const int column = i * 2;
+		if (column >= high0) s[i] = -INFINITY;
+		if (column + 1 >= high0) s[i + 1] = -INFINITY;
+		if (column >= high1) s[i + 2] = -INFINITY;
+		if (column + 1 >= high1) s[i + 3] = -INFINITY;
+	}
+}
+DEVICE void mask_low(float (&s)[BN / 2], int low0, int low1) {
+#pragma unroll
+	for (int i = 0; i < BN / 2; i += 4) {
+		const int column = i * 2;
+		if (column < low0) s[i] = -INFINITY;
+		if (column + 1 < low0) s[i + 1] = -INFINITY;
+		if (column < low1) s[i + 2] = -INFINITY;
+		if (column + 1 < low1) s[i + 3] = -INFINITY;
+	}
+}
+
+/* Scores to weights 2^(s unit - shift), and their sums. */
+DEVICE void weigh(float (&s)[BN / 2], float unit, float shift0, float shift1, float &sum0, float &sum1) {
+	float a = 0, b = 0, c = 0, d = 0;
+#pragma unroll
+	for (int i = 0; i < BN / 2; i += 4) {
+		s[i] = fast_exp2(fmaf(s[i], unit, -shift0));
+		s[i + 1] = fast_exp2(fmaf(s[i + 1], unit, -shift0));
+		s[i + 2] = fast_exp2(fmaf(s[i + 2], unit, -shift1));
+		s[i + 3] = fast_exp2(fmaf(s[i + 3], unit, -shift1));
+		a = i ? a + s[i] : s[i];
+		b = i ? b + s[i + 1] : s[i + 1];
+		c = i ? c + s[i + 2] : s[i + 2];
+		d = i ? d + s[i + 3] : s[i + 3];
+	}
+	sum0 = a + b;
+	sum1 = c + d;
+}
+
+/* The way without maxima. False, with scores lost, where a weight grew beyond P's type or is NaN. The test is on the sums: one on
+ * the scores would let the compiler move all exponentials behind it. */
+DEVICE bool weigh_by_reference(float (&s)[BN / 2], rows &r, float unit) {
+	float sum0, sum1;
+	weigh(s, unit, r.top0 * unit, r.top1 * unit, sum0, sum1);
+	if (__any_sync(0xffffffffu, !(sum0 + sum1 < SUM_MOST))) return false;
+	r.total0 += sum0;
+	r.total1 += sum1;
+	return true;
+}
+
+/* The way with maxima. The reference follows only where it falls behind by 2^8; fade is then what the output shrinks by. True if it
+ * does in any row of the warp. */
+DEVICE bool weigh_by_maximum(float (&s)[BN / 2], rows &r, float unit, float &fade0, float &fade1) {
+	float a = s[0], b = s[1], c = s[2], d = s[3];
+#pragma unroll
+	for (int i = 4; i < BN / 2; i += 4) {
+		a = fmaxf(a, s[i]);
+		b = fmaxf(b, s[i + 1]);
+		c = fmaxf(c, s[i + 2]);
+		d = fmaxf(d, s[i + 3]);
+	}
+	float top0 = fmaxf(a, b), top1 = fmaxf(c, d);
+	top0 = fmaxf(top0, lane_xor(top0, 1));
+	top1 = fmaxf(top1, lane_xor(top1, 1));
+	top0 = fmaxf(r.top0, fmaxf(top0, lane_xor(top0, 2)));
+	top1 = fmaxf(r.top1, fmaxf(top1, lane_xor(top1, 2)));
+	const bool moves = __any_sync(0xffffffffu, (top0 - r.top0) * unit > 8.0f || (top1 - r.top1) * unit > 8.0f);
+	fade0 = fade1 = 1.0f;
+	if (moves) {
+		fade0 = r.top0 == top0 ? 1.0f : fast_exp2((r.top0 - top0) * unit);
+		fade1 = r.top1 == top1 ? 1.0f : fast_exp2((r.top1 - top1) * unit);
+		r.top0 = top0;
+		r.top1 = top1;
+	}
+	float sum0, sum1;
+	weigh(s, unit, r.top0 == -INFINITY ? 0.0f : r.top0 * unit, r.top1 == -INFINITY ? 0.0f : r.top1 * unit, sum0, sum1);
+	r.total0 = r.total0 * fade0 + sum0;
+	r.total1 = r.total1 * fade1 + sum1;
+	return moves;
+}
+
+/* ---- products ------------------------------------------------------------------------------------------------------------- */
+
+/* Byte offset of a 16-byte piece within a tile of `rows` rows, as the copy engine swizzles it. */
+template <int rows> DEVICE uint32_t place_of(int row, int piece) {
+	return (uint32_t)((piece >> 3) * rows * 128 + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
+}
+
+DEVICE void multiply_qk(float (&s)[BN / 2], const uint32_t (&held)[HEAD / 4], uint64_t q, uint64_t k) {
+#pragma unroll
+	for (int i = 0; i < HEAD / 16; i++) {
+		const int k_at = (i / 4 * BN * 128 + i % 4 * 32) >> 4;
+		if (Q_HELD) wgmma<BN>::held<0>(s, &held[4 * i], k + k_at, i > 0);
+		else wgmma<BN>::shared(s, q + ((i / 4 * 64 * 128 + i % 4 * 32) >> 4), k + k_at, i > 0);
+	}
+}
+
+DEVICE void multiply_pv(float (&out)[VALUE / 2], const uint32_t (&p)[BN / 4], uint64_t v, int add) {
+#pragma unroll
+	for (int i = 0; i < BN / 16; i++) wgmma<VALUE>::held<1>(out, &p[4 * i], v + (i * 16 * 128 >> 4), i > 0 ? 1 : add);
+}
+
+/* This warp's 16 x BN scores once more, by the products of a warp. */
+DEVICE void repeat_scores(float (&s)[BN / 2], uint32_t q, uint32_t k, int warp) {
+	const int lane = lane_id(), q_row = warp * 16 + (lane & 15), k_row = (lane & 7) + (lane >> 4) * 8;
+#pragma unroll
+	for (int i = 0; i < BN / 2; i++) s[i] = 0;
+#pragma unroll 1
+	for (int i = 0; i < HEAD / 16; i++) {
+		uint32_t qf[4];
+		load_matrix4(qf, q + place_of<64>(q_row, 2 * i + (lane >> 4)));
+		const uint32_t from = k + place_of<BN>(k_row, 2 * i + (lane >> 3 & 1));
+#pragma unroll
+		for (int n = 0; n < BN / 16; n++) {
+			uint32_t kf[4];
+			load_matrix4(kf, from + n * 16 * 128);
+			matrix<element>::multiply(&s[8 * n], qf, kf[0], kf[1]);
+			matrix<element>::multiply(&s[8 * n + 4], qf, kf[2], kf[3]);
+		}
+	}
+}
+
+DEVICE void pack(uint32_t (&p)[BN / 4], const float (&s)[BN / 2]) {
+#pragma unroll
+	for (int i = 0; i < BN / 4; i++) p[i] = matrix<element>::pack(s[2 * i], s[2 * i + 1]);
+}
+
+DEVICE void shrink(float (&out)[VALUE / 2], float fade0, float fade1) {
+#pragma unroll
+	for (int i = 0; i < VALUE / 2; i += 4) {
+		out[i] *= fade0;
+		out[i + 1] *= fade0;
+		out[i + 2] *= fade1;
+		out[i + 3] *= fade1;
+	}
+}
+
+/* ---- the end of a tile ---------------------------------------------------------------------------------------------------- */
+
+/* From a row's reference and whole sum: what its output is multiplied by, and its LSE in base 2. */
+DEVICE float finish_row(float top, float total, float unit, bool has_sink, float sink, float &lse) {
+	const bool none = top == -INFINITY;
+	float high = none ? -INFINITY : top * unit, log_sum;
+	asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(total));
+	lse = none ? -INFINITY : high + log_sum;
+	float factor = none ? 0.0f : 1.0f / total;
+	if (has_sink) {
+		const float peak = fmaxf(high, sink), base = peak == -INFINITY ? 0.0f : peak;
+		const float fade = none ? 0.0f : fast_exp2(high - base),
+					all = (none ? 0.0f : total * fade) + fast_exp2(sink - base);
+		asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(all));
+		lse = peak == -INFINITY ? -INFINITY : base + log_sum;
+		factor = none ? 0.0f : fade / all;
+		if (isnan(sink) || sink == INFINITY) lse = factor = NAN;
+	}
+	if (isnan(total)) lse = factor = NAN; /* a NaN score, which no maximum shows */
+	return factor;
+}
+
+/* Rows of zeros for a warp's part of a tile without keys. */
+DEVICE void store_nothing(const ingot__gpu_args &a, const tile &t, int first_row) {
+	const int pieces = a.head_dim_v / 8;
+#pragma unroll 1
+	for (int i = lane_id(); i < 16 * pieces; i += 32) {
+		const int row = first_row + i / pieces;
+		if (row < t.rows)
+			*(uint4 *)((element *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] +
+			           (t.q_row + (index_t)row) * a.out_stride[2] + i % pieces * 8) = make_uint4(0, 0, 0, 0);
+	}
+}
+
+/* A value that is the same in all lanes, and known to be so. */
+DEVICE int same(int x) {
+	return __shfl_sync(0xffffffffu, x, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm90(const __grid_constant__ arguments x) {
+	extern __shared__ __align__(1024) unsigned char memory[];
+	const ingot__gpu_args &a = x.a;
+	const uint32_t shared = shared_address(memory);
+	const int warpgroup = same(warp_id()) / 4, warp = same(warp_id()) % 4;
+
+	if (thread_id() == 0) {
+		for (int i = 0; i < TILE_STAGES; i++) {
+			barrier_init(shared + AT_TILE_FULL + 8 * i, 1);
+			barrier_init(shared + AT_TILE_EMPTY + 8 * i, 4 * OWNERS + 2 + MASKED);
+		}
+		for (int i = 0; i < Q_STAGES(HEAD); i++) {
+			barrier_init(shared + AT_Q_FULL + 8 * i, 1);
+			barrier_init(shared + AT_Q_EMPTY + 8 * i, 4 * OWNERS);
+		}
+		for (int i = 0; i < KV_STAGES; i++) {
+			barrier_init(shared + AT_K_FULL + 8 * i, 1);
+			barrier_init(shared + AT_K_EMPTY + 8 * i, 4 * OWNERS);
+			barrier_init(shared + AT_V_FULL + 8 * i, 1);
+			barrier_init(shared + AT_V_EMPTY + 8 * i, 4 * OWNERS);
+			barrier_init(shared + AT_V_FETCHED + 8 * i, 1);
+		}
+		barrier_init_done();
+		for (int i = 0; i < MAPS; i++) prefetch_map(&x.map[i]);
+	}
+	block_barrier();
+
+	if (warpgroup == 0) {
+		registers_release<HELPER_REGISTERS>();
+		if (warp == 0 && lane_id() == 0) fetch_queries_and_keys(x, shared, memory);
+		if (warp == 1 && lane_id() == 0) fetch_values(x, shared, memory);
+		if (warp == 2 && lane_id() == 0) decode_tiles(a, shared, memory);
+		if (MASKED && warp == 3) clear_values(a, shared, memory);
+		return;
+	}
+
+	registers_claim<OWNER_REGISTERS>();
+	const int group = warpgroup - 1, lane = lane_id();
+	const bool leader = lane == 0;
+	const int my_row = group * 64 + warp * 16 + (lane >> 2), my_column = 2 * (lane & 3);
+	const float unit = a.softmax_scale * LOG2E;
+	const uint64_t k_operand = operand(shared + AT_K, 16), v_operand = operand(shared + AT_V, BN * 128);
+	ring<TILE_STAGES> place = {0, 0};
+	ring<Q_STAGES(HEAD)> q = {0, 0};
+	ring<KV_STAGES> k = {0, 0}, v = {0, 0};
+	float s[BN / 2], out[VALUE / 2];
+	uint32_t p[BN / 4], held[HEAD / 4];
+	rows r;
+
+	for (;;) {
+		const tile &t = next_tile(shared, memory, place);
+		const int blocks = same(t.blocks), first_block = same(t.first_block);
+		if (blocks < 0) break;
+		/* after the divergent end of a tile the compiler no longer knows that these are the same in all lanes, and would fetch the
+		 * products' operands from vector registers */
+		q.stage = same(q.stage), q.parity = same(q.parity);
+		k.stage = same(k.stage), k.parity = same(k.parity);
+		v.stage = same(v.stage), v.parity = same(v.parity);
+		r.top0 = r.top1 = -INFINITY;
+		r.total0 = r.total1 = 0;
+
+		if (blocks > 0) {
+			const uint32_t q_at = shared + q.stage * Q_BYTES + group * Q_GROUP_BYTES;
+			const uint64_t q_operand = operand(q_at, 16);
+			/* blocks from high_from on and those before low_to hold pairs that this warp's rows do not see */
+			const int warp_row = group * 64 + warp * 16;
+			const int high_from =
+				same((MASKED ? max(min(t.keys, t.see_last + warp_row), 0) : t.keys) / BN) - first_block;
+			const int low_to = MASKED ? same((max(t.see_first + warp_row + 15, 0) + BN - 1) / BN) - first_block : 0;
+			auto mask = [&](int n) {
+				const int to_mine = -(first_block + n) * BN - my_column;
+				if (n >= high_from) {
+					const int end0 = MASKED ? min(t.keys, t.see_last + my_row) : t.keys;
+					const int end1 = MASKED ? min(t.keys, t.see_last + my_row + 8) : t.keys;
+					mask_high(s, end0 + to_mine, end1 + to_mine);
+				}
+				if (n < low_to) mask_low(s, t.see_first + my_row + to_mine, t.see_first + my_row + 8 + to_mine);
+			};
+			auto empty = [&] { return __any_sync(0xffffffffu, r.top0 == -INFINITY || r.top1 == -INFINITY); };
+
+			barrier_wait(shared + AT_Q_FULL + 8 * q.stage, q.parity);
+			if (Q_HELD) {
+#pragma unroll
+				for (int i = 0; i < HEAD / 16; i++)
+					load_matrix4(&held[4 * i], q_at + place_of<64>(warp * 16 + (lane & 15), 2 * i + (lane >> 4)));
+			}
+			float fade0, fade1;
+			barrier_wait(shared + AT_K_FULL + 8 * k.stage, k.parity);
+			wgmma_fence();
+			multiply_qk(s, held, q_operand, k_operand + (k.stage * K_BYTES >> 4));
+			wgmma_commit();
+			wgmma_wait<0>();
+			pin(s);
+			if (leader) barrier_arrive(shared + AT_K_EMPTY + 8 * k.stage);
+			k.next();
+			mask(blocks - 1);
+			(void)weigh_by_maximum(s, r, unit, fade0, fade1);
+			pack(p, s);
+			bool maxima = empty(), outgrown = false;
+			int add = 0;
+
+			for (int n = blocks - 2; n >= 0; n--) {
+				barrier_wait(shared + AT_K_FULL + 8 * k.stage, k.parity);
+				wgmma_fence();
+				multiply_qk(s, held, q_operand, k_operand + (k.stage * K_BYTES >> 4));
+				wgmma_commit();
+				barrier_wait(shared + AT_V_FULL + 8 * v.stage, v.parity);
+				wgmma_fence();
+				multiply_pv(out, p, v_operand + (v.stage * V_BYTES >> 4), add);
+				wgmma_commit();
+				add = 1;
+				wgmma_wait<1>();
+				pin(s);
+				bool moved = false, by_maximum = maxima;
+				if (MASKED && (n >= high_from || n < low_to)) {
+					mask(n);
+					by_maximum = true;
+				}
+				if (!by_maximum && !weigh_by_reference(s, r, unit)) {
+					repeat_scores(s, q_at, shared + AT_K + k.stage * K_BYTES, warp);
+					by_maximum = outgrown = true;
+				}
+				if (by_maximum) {
+					moved = weigh_by_maximum(s, r, unit, fade0, fade1);
+					maxima = outgrown || empty();
+				}
+				if (leader) barrier_arrive(shared + AT_K_EMPTY + 8 * k.stage);
+				k.next();
+				wgmma_wait<0>();
+				pin(out);
+				if (leader) barrier_arrive(shared + AT_V_EMPTY + 8 * v.stage);
+				v.next();
+				if (moved) shrink(out, fade0, fade1);
+				pack(p, s);
+			}
+			if (OWN_OUT && leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * q.stage);
+			barrier_wait(shared + AT_V_FULL + 8 * v.stage, v.parity);
+			wgmma_fence();
+			multiply_pv(out, p, v_operand + (v.stage * V_BYTES >> 4), add);
+			wgmma_commit();
+			wgmma_wait<0>();
+			pin(out);
+			if (leader) barrier_arrive(shared + AT_V_EMPTY + 8 * v.stage);
+			v.next();
+		}
+
+		/* sums over the four lanes of a row, LSE, and the output's factors */
+		r.total0 += lane_xor(r.total0, 1);
+		r.total1 += lane_xor(r.total1, 1);
+		r.total0 += lane_xor(r.total0, 2);
+		r.total1 += lane_xor(r.total1, 2);
+		const bool has_sink = a.features & F_SINK;
+		const float sink = has_sink ? a.sink[t.head * a.sink_stride] * LOG2E : 0.0f;
+		float lse0, lse1;
+		const float factor0 = finish_row(r.top0, r.total0, unit, has_sink, sink, lse0);
+		const float factor1 = finish_row(r.top1, r.total1, unit, has_sink, sink, lse1);
+		if (a.lse && (lane & 3) == 0) {
+			float *const to = a.lse + t.batch * a.lse_stride[0] + t.head * a.lse_stride[1];
+			const float base = a.lse_base ? 1.0f : LN2;
+			if (my_row < t.rows) to[(t.q_row + (index_t)my_row) * a.lse_stride[2]] = lse0 * base;
+			if (my_row + 8 < t.rows) to[(t.q_row + (index_t)my_row + 8) * a.lse_stride[2]] = lse1 * base;
+		}
+		if (blocks == 0) {
+			store_nothing(a, t, group * 64 + warp * 16);
+			__syncwarp();
+			if (leader) done_with_tile(shared, place);
+			place.next();
+			continue;
+		}
+
+		const uint32_t at = OWN_OUT ? AT_OUT + group * OUT_GROUP_BYTES : q.stage * Q_BYTES + group * Q_GROUP_BYTES;
+		if (OWN_OUT && warp == 0 && leader) store_wait_read();
+		warpgroup_barrier(group);
+#pragma unroll
+		for (int i = 0; i < VALUE / 8; i += 2) {
+			const uint32_t to = shared + at + place_of<64>(warp * 16 + (lane & 15), i + (lane >> 4));
+			asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+			             "r"(matrix<element>::pack(out[4 * i] * factor0, out[4 * i + 1] * factor0)),
+			             "r"(matrix<element>::pack(out[4 * i + 2] * factor1, out[4 * i + 3] * factor1)),
+			             "r"(matrix<element>::pack(out[4 * i + 4] * factor0, out[4 * i + 5] * factor0)),
+			             "r"(matrix<element>::pack(out[4 * i + 6] * factor1, out[4 * i + 7] * factor1))
+			             : "memory");
+		}
+		/* the copy engine leaves out rows behind the tensor, but would write those of the next sequence */
+		if (!MASKED || !(a.features & F_VARLEN) || t.rows >= BM) {
+			fence_async();
+			warpgroup_barrier(group);
+			if (warp == 0 && leader) {
+#pragma unroll
+				for (int i = 0; i < PANELS(VALUE); i++)
+					if (i * 64 < a.head_dim_v)
+						store_box(&x.map[OUT_MAP], shared + at + i * 64 * 128, i * 64, t.q_row + group * 64, t.head,
+						          t.q_slot);
+				store_commit();
+				if (!OWN_OUT) store_wait_read();
+			}
+		} else {
+			const int pieces = a.head_dim_v / 8;
+			__syncwarp();
+#pragma unroll 1
+			for (int i = lane; i < 16 * pieces; i += 32) {
+				const int row = warp * 16 + i / pieces;
+				if (group * 64 + row < t.rows)
+					*(uint4 *)((element *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] +
+					           (t.q_row + (index_t)(group * 64 + row)) * a.out_stride[2] + i % pieces * 8) =
+						*(const uint4 *)(memory + at + place_of<64>(row, i % pieces));
+			}
+			if (!OWN_OUT) fence_async(); /* queries come there next */
+		}
+		__syncwarp();
+		if (leader) {
+			if (!OWN_OUT) barrier_arrive(shared + AT_Q_EMPTY + 8 * q.stage);
+			done_with_tile(shared, place);
+		}
+		q.next();
+		place.next();
+	}
+	if (warp == 0 && leader) store_wait_read();
+}
+#endif

@@ -1,0 +1,188 @@
+/*
+ * Hopper's own instructions, for kernels built for sm_90a: memory barriers that count bytes, the copy engine, and matrix products
+ * of a warpgroup. Operands of the products lie in shared memory as the copy engine leaves them with a 128-byte swizzle: panels of
+ * 64 columns, a row of a panel being 128 bytes, every panel on a multiple of 1024 bytes. The including kernel defines ELEMENT (an
+ * ingot_dtype) first.
+ */
+#ifndef INGOT_KERNELS_CUDA_SM90_H
+#define INGOT_KERNELS_CUDA_SM90_H
+
+#include "../gpu.h"
+
+/* What the copy engine knows of a tensor: made by the driver, see ingot__tensor_map of pipeline.h. */
+struct __align__(64) tensor_map {
+	unsigned char opaque[128];
+};
+
+/* ---- memory barriers: a phase ends when all arrivals and all announced bytes are there ---------------------------------- */
+
+DEVICE void barrier_init(uint32_t barrier, int arrivals) {
+	asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+/* Makes initialised barriers known to the copy engine; then block_barrier() for the block's own threads. */
+DEVICE void barrier_init_done() {
+	asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+DEVICE void barrier_arrive(uint32_t barrier) {
+	asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/* Arrives, and lets the phase wait for so many bytes of the copy engine. */
+DEVICE void barrier_expect(uint32_t barrier, int bytes) {
+	asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+/* Waits for the end of the phase of that parity: 0 for a barrier's first. Parity 1 of a new barrier is taken for ended. */
+DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
+	asm volatile("{\n"
+	             ".reg .pred done;\n"
+	             "again:\n"
+	             "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+	             "@!done bra again;\n"
+	             "}" ::"r"(barrier),
+	             "r"(parity)
+	             : "memory");
+}
+
+/* Place in a ring of buffers, each with a barrier for full and one for empty. Who fills begins with parity 1. */
+template <int stages> struct ring {
+	int stage;
+	uint32_t parity;
+	__device__ __forceinline__ void next() {
+		if (++stage == stages) stage = 0, parity ^= 1;
+	}
+};
+
+/* Threads of a warpgroup, by a barrier of their own. */
+DEVICE void warpgroup_barrier(int group) {
+	asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+/* ---- the copy engine -------------------------------------------------------------------------------------------------- */
+
+/* A box into shared memory; what lies outside the tensor arrives as zeros, and counts. */
+DEVICE void load_box(uint32_t to, const tensor_map *map, uint32_t barrier, int column, int row, int head, int batch) {
+	asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+	             "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+	             "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+	             : "memory");
+}
+/* A box out of shared memory; what lies outside the tensor is not written. */
+DEVICE void store_box(const tensor_map *map, uint32_t from, int column, int row, int head, int batch) {
+	asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+	             "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
+	             : "memory");
+}
+DEVICE void store_commit() {
+	asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+/* Until the copy engine has read what this thread's stores are made of. */
+DEVICE void store_wait_read() {
+	asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+/* What this thread wrote to shared memory comes before what the copy engine and the matrix products read later. */
+DEVICE void fence_async() {
+	asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+DEVICE void prefetch_map(const tensor_map *map) {
+	asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/* ---- registers of a warpgroup ------------------------------------------------------------------------------------------- */
+
+template <int count> DEVICE void registers_release() {
+	asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count> DEVICE void registers_claim() {
+	asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+/* ---- matrix products of a warpgroup ------------------------------------------------------------------------------------- */
+
+DEVICE void wgmma_fence() {
+	asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+DEVICE void wgmma_commit() {
+	asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int pending> DEVICE void wgmma_wait() {
+	asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+/* The wait names no registers: without this the compiler takes results for known before it. */
+template <int count> DEVICE void pin(float (&d)[count]) {
+#pragma unroll
+	for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/* An operand in shared memory. K-major (rows of the operand are rows of the panel): step to the next 8 rows 1024, the other is
+ * ignored. MN-major (columns of the panel): step to the next 8 k 1024, to the next panel panel_bytes. */
+DEVICE uint64_t operand(uint32_t address, int panel_bytes) {
+	return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
+	       (uint64_t)1 << 62;
+}
+
+#if ELEMENT == 2
+#define WGMMA_TYPES "f32.f16.f16"
+#else
+#define WGMMA_TYPES "f32.bf16.bf16"
+#endif
+
+/* Accumulators as text and as operands. */
+#define WGMMA_D32                                            \
+	"%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+	"%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA_D48 \
+	WGMMA_D32     \
+	",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define WGMMA_D64 \
+	WGMMA_D48     \
+	",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA_D96                                                      \
+	WGMMA_D64                                                          \
+	",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+	",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_D128                                                                 \
+	WGMMA_D96                                                                      \
+	",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+	",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA_O8(i)                                                                                             \
+	"+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+		"+f"(d[i + 7])
+#define WGMMA_O32 WGMMA_O8(0), WGMMA_O8(8), WGMMA_O8(16), WGMMA_O8(24)
+#define WGMMA_O48 WGMMA_O32, WGMMA_O8(32), WGMMA_O8(40)
+#define WGMMA_O64 WGMMA_O48, WGMMA_O8(48), WGMMA_O8(56)
+#define WGMMA_O96 WGMMA_O64, WGMMA_O8(64), WGMMA_O8(72), WGMMA_O8(80), WGMMA_O8(88)
+#define WGMMA_O128 WGMMA_O96, WGMMA_O8(96), WGMMA_O8(104), WGMMA_O8(112), WGMMA_O8(120)
+
+/* d[64 x n] (+)= A[64 x 16] B[16 x n], d being added to where `add`. shared(): A and B^T K-major in shared memory. held(): A in
+ * registers, B K-major or (transposed) MN-major. r0 to r6 are the numbers of the operands behind the accumulators. */
+template <int n> struct wgmma;
+#define WGMMA(n, registers, r0, r1, r2, r3, r4, r5, r6)                                                              \
+	template <> struct wgmma<n> {                                                                                    \
+		static __device__ __forceinline__ void shared(float (&d)[registers], uint64_t a, uint64_t b, int add) {      \
+			asm volatile("{\n"                                                                                       \
+			             ".reg .pred add;\n"                                                                         \
+			             "setp.ne.b32 add, %" #r2 ", 0;\n"                                                           \
+			             "wgmma.mma_async.sync.aligned.m64n" #n "k16." WGMMA_TYPES " {" WGMMA_D##registers           \
+			             "}, %" #r0 ", %" #r1 ", add, 1, 1, 0, 0;\n"                                                 \
+			             "}"                                                                                         \
+			             : WGMMA_O##registers                                                                        \
+			             : "l"(a), "l"(b), "r"(add));                                                                \
+		}                                                                                                            \
+		template <int transposed>                                                                                    \
+		static __device__ __forceinline__ void held(float (&d)[registers], const uint32_t *a, uint64_t b, int add) { \
+			asm volatile("{\n"                                                                                       \
+			             ".reg .pred add;\n"                                                                         \
+			             "setp.ne.b32 add, %" #r5 ", 0;\n"                                                           \
+			             "wgmma.mma_async.sync.aligned.m64n" #n "k16." WGMMA_TYPES " {" WGMMA_D##registers           \
+			             "}, {%" #r0 ", %" #r1 ", %" #r2 ", %" #r3 "}, %" #r4 ", add, 1, 1, %" #r6 ";\n"             \
+			             "}"                                                                                         \
+			             : WGMMA_O##registers                                                                        \
+			             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(transposed));           \
+		}                                                                                                            \
+	};
+WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
+
+#endif
