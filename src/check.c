@@ -25,9 +25,12 @@ enum { DTYPES = sizeof dtype_sizes };
 /* No struct of this library will ever be larger: a struct_size beyond it is a struct that was never initialised. */
 enum { LARGEST_STRUCT = 65536 };
 
-/* Copies a caller's struct of its own size over a zeroed one of ours. */
-static ingot_status adopt(void *own, size_t size, size_t first_size, const void *given, const char *what) {
+/* A caller's struct of any size as one of ours: *whole is the caller's where it is long enough, else `own`, to which it is
+ * copied and filled up with zeros. */
+static ingot_status adopt(void *own, size_t size, size_t first_size, const void *given, const char *what,
+                          const void **whole) {
 	uint32_t given_size;
+	*whole = given;
 	if (!given) return ingot__fail(INGOT_INVALID, "%s is NULL", what);
 	memcpy(&given_size, given, sizeof given_size);
 	if (given_size < first_size)
@@ -44,9 +47,11 @@ static ingot_status adopt(void *own, size_t size, size_t first_size, const void 
 				INGOT_VERSION_MISMATCH,
 				"%s has a non-zero byte at offset %zu; library %s knows %zu bytes, later fields must be 0", what, i,
 				ingot_version_string(), size);
-	const size_t known = given_size < size ? given_size : size;
-	memcpy(own, given, known);
-	memset((char *)own + known, 0, size - known);
+	if (given_size < size) {
+		memcpy(own, given, given_size);
+		memset((char *)own + given_size, 0, size - given_size);
+		*whole = own;
+	}
 	return INGOT_OK;
 }
 
@@ -56,8 +61,10 @@ ingot_status ingot__check_options(const ingot_options *given, ingot_options *o) 
 		memset(o, 0, sizeof *o);
 		return INGOT_OK;
 	}
-	ingot_status s = adopt(o, sizeof *o, FIRST_SIZE, given, "options");
+	const void *whole;
+	ingot_status s = adopt(o, sizeof *o, FIRST_SIZE, given, "options", &whole);
 	if (s) return s;
+	if (whole != o) memcpy(o, whole, sizeof *o);
 	const uint32_t known = INGOT_DETERMINISTIC | INGOT_BATCH_INVARIANT | INGOT_STRICT;
 	if (o->flags & ~known)
 		return ingot__fail(INGOT_INVALID, "options.flags is 0x%x; allowed are the bits 0x%x", o->flags, known);
@@ -145,6 +152,26 @@ static ingot_status check_tensor(const char *name, const ingot__field *f, bool d
 	return INGOT_OK;
 }
 
+/* The tensors of a field, of which an optional one may be absent. */
+static ingot_status read_tensors(const ingot__field *f, const ingot_tensor *from, bool data_read, ingot_tensor *to) {
+	for (int i = 0; i < f->count; i++) {
+		if (from[i].dtype == INGOT_NONE && !(f->flags & INGOT__REQUIRED)) continue;
+		to[i] = from[i];
+		char name[48];
+		const char *full = f->name;
+		if (f->count > 1) {
+			/* by hand: this runs in every call, and a count is one digit */
+			const size_t length = strlen(f->name);
+			memcpy(name, f->name, length);
+			memcpy(name + length, (char[]){'[', (char)('0' + i), ']', 0}, 4);
+			full = name;
+		}
+		const ingot_status s = check_tensor(full, f, data_read, &to[i]);
+		if (s) return s;
+	}
+	return INGOT_OK;
+}
+
 ingot_status ingot__check(ingot__operator op, const void *params, const ingot_options *options, bool data_read,
                           ingot__problem *p) {
 	_Alignas(16) unsigned char copy[4096];
@@ -152,40 +179,31 @@ ingot_status ingot__check(ingot__operator op, const void *params, const ingot_op
 	_Static_assert(sizeof(ingot_attn_fwd_params) <= sizeof copy && sizeof(ingot_attn_bwd_params) <= sizeof copy &&
 	                   sizeof(ingot_attn_merge_params) <= sizeof copy && sizeof(ingot_kv_append_params) <= sizeof copy,
 	               "the copy holds any params struct");
-	ingot_status s = adopt(copy, def->size, def->first_size, params, "params");
+	const void *whole;
+	ingot_status s = adopt(copy, def->size, def->first_size, params, "params", &whole);
 	if (s) return s;
 	ingot__raw raw;
 	memset(&raw, 0, sizeof raw);
-	memset(p, 0, sizeof *p);
+	memset(p, 0, op == INGOT__ATTN_MERGE ? sizeof *p : offsetof(ingot__problem, out_parts));
 	raw.data_read = data_read;
 	p->op = op;
 	p->group = 1;
 	p->deterministic = options->flags & INGOT_DETERMINISTIC;
 	p->batch_invariant = options->flags & INGOT_BATCH_INVARIANT;
 	for (const ingot__field *f = def->fields; f < def->fields + def->field_count; f++) {
-		const unsigned char *from = copy + f->offset;
+		const unsigned char *from = (const unsigned char *)whole + f->offset;
 		unsigned char *to = (f->flags & INGOT__TO_RAW ? (unsigned char *)&raw : (unsigned char *)p) + f->target;
 		if (f->kind != INGOT__TENSOR) {
-			memcpy(to, from, f->kind >= INGOT__I64 ? 8 : 4);
+			/* two copies of known size, which need no call */
+			if (f->kind >= INGOT__I64) memcpy(to, from, 8);
+			else memcpy(to, from, 4);
 			continue;
 		}
-		for (int i = 0; i < (f->count ? f->count : 1); i++) {
-			ingot_tensor *t = (ingot_tensor *)(void *)to + i;
-			const ingot_tensor *const given_tensor = (const ingot_tensor *)(const void *)from + i;
-			/* most are absent, and what they would be is 0 already */
-			if (given_tensor->dtype == INGOT_NONE && !(f->flags & INGOT__REQUIRED)) continue;
-			*t = *given_tensor;
-			char name[48];
-			const char *full = f->name;
-			if (f->count) {
-				/* by hand: this runs in every call, and a count is one digit */
-				const size_t length = strlen(f->name);
-				memcpy(name, f->name, length);
-				memcpy(name + length, (char[]){'[', (char)('0' + i), ']', 0}, 4);
-				full = name;
-			}
-			if ((s = check_tensor(full, f, data_read, t))) return s;
-		}
+		/* most are absent, and what they would be is 0 already */
+		const bool may_be_absent = !(f->flags & INGOT__REQUIRED);
+		if (f->count == 1 && may_be_absent && ((const ingot_tensor *)(const void *)from)->dtype == INGOT_NONE) continue;
+		if ((s = read_tensors(f, (const ingot_tensor *)(const void *)from, data_read, (ingot_tensor *)(void *)to)))
+			return s;
 	}
 	return def->normalize(&raw, p);
 }

@@ -107,20 +107,34 @@ static const table *rows(void) {
 	return &rows_in_use;
 }
 
-/* First row not before (op, arch, types). */
-static int lower_bound(const table *t, const char *op, const char *arch, const ingot__bucket *b, bool after) {
+/* A run of rows, [first, last). */
+typedef struct range {
+	int first, last;
+} range;
+
+/* The first row that is not before, or is after, those of (op, arch); within these, likewise those of two types. */
+static int name_bound(const table *t, const char *op, const char *arch, bool after) {
 	int low = 0, high = t->count;
 	while (low < high) {
 		const int middle = (low + high) / 2;
-		const ingot__row *r = &t->rows[middle];
-		int c = strcmp(r->op, op);
-		if (!c) c = strcmp(r->arch, arch);
-		if (!c) c = r->bucket.dtype - b->dtype;
-		if (!c) c = r->bucket.kv_dtype - b->kv_dtype;
+		int c = strcmp(t->rows[middle].op, op);
+		if (!c) c = strcmp(t->rows[middle].arch, arch);
 		if (c < 0 || (after && c == 0)) low = middle + 1;
 		else high = middle;
 	}
 	return low;
+}
+
+static int type_bound(const table *t, range of, const ingot__bucket *b, bool after) {
+	while (of.first < of.last) {
+		const int middle = (of.first + of.last) / 2;
+		const ingot__bucket *const r = &t->rows[middle].bucket;
+		int c = r->dtype - b->dtype;
+		if (!c) c = r->kv_dtype - b->kv_dtype;
+		if (c < 0 || (after && c == 0)) of.first = middle + 1;
+		else of.last = middle;
+	}
+	return of.first;
 }
 
 static int distance(const ingot__bucket *a, const ingot__bucket *b) {
@@ -132,34 +146,39 @@ static int distance(const ingot__bucket *a, const ingot__bucket *b) {
 	       16 * (a->features != b->features);
 }
 
-/* The rows of the bucket nearest to b: [*first, *last). */
-static void nearest(const table *t, const char *op, const char *arch, const ingot__bucket *b, int *first, int *last) {
-	const int low = lower_bound(t, op, arch, b, false), high = lower_bound(t, op, arch, b, true);
+/* Of the rows of one operator and architecture, those of the bucket nearest to b. */
+static range nearest(const table *t, range of, const ingot__bucket *b) {
+	const int low = type_bound(t, of, b, false), high = type_bound(t, of, b, true);
 	int best = -1, least = 0;
 	for (int i = low; i < high; i++) {
 		const int d = distance(&t->rows[i].bucket, b);
 		if (best < 0 || d < least) best = i, least = d;
 	}
-	*first = *last = best;
-	if (best < 0) {
-		*first = *last = 0;
-		return;
-	}
-	while (*last < high && !memcmp(&t->rows[*last].bucket, &t->rows[best].bucket, sizeof *b)) ++*last;
+	if (best < 0) return (range){0, 0};
+	range found = {best, best};
+	while (found.last < high && !memcmp(&t->rows[found.last].bucket, &t->rows[best].bucket, sizeof *b)) found.last++;
+	return found;
 }
 
-/* ---- evidence, once per device ----------------------------------------------------------------------------------------- */
+/* ---- what is known, once per device ----------------------------------------------------------------------------------------- */
 
 typedef struct evidence {
 	int32_t cases;
-	bool verified, stale, inherited;
+	bool verified, stale, inherited, runs; /* runs: the device has the instructions */
 } evidence;
 
-enum { DEVICES = 32, IMPLS = 256 };
-static struct {
+enum { DEVICES = 32, IMPLS = 256, NAMES = 8 };
+
+/* All that names are compared for, so that a call compares none. */
+typedef struct knowledge {
 	_Atomic(const ingot__device *) device;
-	evidence of[IMPLS];
-} known[DEVICES];
+	evidence of[IMPLS]; /* indexed like ingot__impls */
+	int count[INGOT__OPERATORS],
+		impl[INGOT__OPERATORS][INGOT__CANDIDATES]; /* indices of the device's implementations */
+	range rows[INGOT__OPERATORS][NAMES];           /* of the device's model, its architecture, and that one's parents */
+} knowledge;
+
+static knowledge known[DEVICES];
 static pthread_mutex_t known_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t known_once = PTHREAD_ONCE_INIT;
 
@@ -178,7 +197,7 @@ static bool row_is_stale(const ingot__row *r) {
 }
 
 static evidence gather(const ingot__impl *impl, const ingot__device *device) {
-	evidence e = {0};
+	evidence e = {.runs = ingot__device_runs(device, impl->arch)};
 	const table *t = rows();
 	const char *arch = device->arch;
 	for (int generation = 0; *arch; arch = ingot__arch_parent(arch), generation++) {
@@ -201,24 +220,41 @@ static evidence gather(const ingot__impl *impl, const ingot__device *device) {
 	return e;
 }
 
-/* Indexed like ingot__impls. */
-static const evidence *evidence_of(const ingot__device *device) {
+static void learn(knowledge *k, const ingot__device *device) {
+	for (int i = 0; i < ingot__impl_count && i < IMPLS; i++) {
+		const ingot__impl *const impl = ingot__impls[i];
+		k->of[i] = gather(impl, device);
+		if (impl->device == device->type && k->count[impl->op] < INGOT__CANDIDATES)
+			k->impl[impl->op][k->count[impl->op]++] = i;
+	}
+	const table *const t = rows();
+	for (int op = 0; op < INGOT__OPERATORS; op++) {
+		const char *name = device->model, *next = device->arch;
+		for (int n = 0; n < NAMES && (*name || *next); n++) {
+			k->rows[op][n] =
+				(range){name_bound(t, operator_names[op], name, false), name_bound(t, operator_names[op], name, true)};
+			name = next;
+			next = ingot__arch_parent(next);
+		}
+	}
+}
+
+static const knowledge *knowledge_of(const ingot__device *device) {
 	for (int i = 0; i < DEVICES; i++) {
 		const ingot__device *d = atomic_load_explicit(&known[i].device, memory_order_acquire);
-		if (d == device) return known[i].of;
+		if (d == device) return &known[i];
 		if (!d) break;
 	}
-	const evidence *found = NULL;
+	const knowledge *found = NULL;
 	pthread_once(&known_once, handle_fork);
 	pthread_mutex_lock(&known_lock);
 	for (int i = 0; i < DEVICES && !found; i++) {
 		const ingot__device *d = atomic_load(&known[i].device);
-		if (d == device) found = known[i].of;
-		else if (!d) {
-			for (int j = 0; j < ingot__impl_count && j < IMPLS; j++) known[i].of[j] = gather(ingot__impls[j], device);
+		if (!d) {
+			learn(&known[i], device);
 			atomic_store_explicit(&known[i].device, device, memory_order_release);
-			found = known[i].of;
 		}
+		if (!d || d == device) found = &known[i];
 	}
 	pthread_mutex_unlock(&known_lock);
 	return found;
@@ -256,16 +292,14 @@ static bool better(const ingot__candidate *a, const ingot__candidate *b) {
 	return a->impl->rank > b->impl->rank;
 }
 
-static void add_figures(const ingot__problem *problem, const ingot__device *device, ingot__choice *choice) {
+static void add_figures(const ingot__problem *problem, const knowledge *k, ingot__choice *choice) {
 	const table *t = rows();
+	const range *const of = k->rows[problem->op];
 	ingot__bucket bucket;
 	ingot__bucket_of(problem, &bucket);
-	const char *op = operator_names[problem->op], *arch = device->model;
-	int first = 0, last = 0;
-	nearest(t, op, arch, &bucket, &first, &last);
-	for (arch = device->arch; first == last && *arch; arch = ingot__arch_parent(arch))
-		nearest(t, op, arch, &bucket, &first, &last);
-	for (int i = first; i < last; i++)
+	range found = {0, 0};
+	for (int n = 0; n < NAMES && found.first == found.last; n++) found = nearest(t, of[n], &bucket);
+	for (int i = found.first; i < found.last; i++)
 		for (int c = 0; c < choice->candidates; c++) {
 			ingot__candidate *x = &choice->candidate[c];
 			if (x->refusal || strcmp(x->impl->name, t->rows[i].implementation)) continue;
@@ -286,31 +320,30 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 	if (force && !split(backend, &f))
 		return ingot__fail(INGOT_NOT_FOUND,
 		                   "options.backend is longer than any name; `ingot list` shows what there is");
-	const evidence *proof = evidence_of(device);
+	const knowledge *const k = knowledge_of(device);
+	if (!k) return ingot__fail(INGOT_UNSUPPORTED, "this process has used more than %d devices", DEVICES);
 	bool named = false;
 	int able = 0;
-	for (int i = 0; i < ingot__impl_count; i++) {
+	for (int n = 0; n < k->count[problem->op]; n++) {
+		const int i = k->impl[problem->op][n];
 		const ingot__impl *impl = ingot__impls[i];
-		if (impl->op != problem->op || impl->device != device->type) continue;
 		bool exactly = false;
 		if (force && !meant(impl, &f, &exactly)) continue;
 		if (!exactly && impl->rank < 0) continue;
 		named = true;
-		if (choice->candidates == INGOT__CANDIDATES) break;
 		ingot__candidate *c = &choice->candidate[choice->candidates++];
-		*c = (ingot__candidate){.impl = impl};
-		if (proof && i < IMPLS) {
-			c->cases = proof[i].cases;
-			c->verified = proof[i].verified;
-			c->stale = proof[i].stale;
-			c->inherited = proof[i].inherited;
-		}
-		if (!ingot__device_runs(device, impl->arch)) c->refusal = "this device lacks the instructions it is built for";
+		*c = (ingot__candidate){.impl = impl, .index = i};
+		const evidence *const e = &k->of[i];
+		c->cases = e->cases;
+		c->verified = e->verified;
+		c->stale = e->stale;
+		c->inherited = e->inherited;
+		if (!e->runs) c->refusal = "this device lacks the instructions it is built for";
 		else c->refusal = impl->refuse(problem, device, &c->variant);
 		if (!c->refusal && force && *f.variant && strcmp(f.variant, ingot__variant_name(impl, c->variant)))
 			c->refusal = "the forced variant is not the one that runs this problem";
 		if (!c->refusal && !exactly && !(options->flags & INGOT_STRICT) &&
-		    !ingot__image_present(impl, c->variant, device, options))
+		    !ingot__image_present(i, c->variant, device, options))
 			c->refusal = "no pack holds its image for this device";
 		if (!c->refusal) able++;
 	}
@@ -319,7 +352,7 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 			INGOT_NOT_FOUND,
 			"options.backend is \"%.80s\"; no implementation of %s on this device has that name or family", backend,
 			operator_names[problem->op]);
-	if (able > 1 || (options->flags & INGOT_STRICT) || ingot__log_wants(3)) add_figures(problem, device, choice);
+	if (able > 1 || (options->flags & INGOT_STRICT) || ingot__log_wants(3)) add_figures(problem, k, choice);
 	const ingot__candidate *best = NULL;
 	for (int c = 0; c < choice->candidates; c++) {
 		const ingot__candidate *x = &choice->candidate[c];
@@ -338,6 +371,7 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 		                   last->impl->name, last->refusal);
 	}
 	choice->impl = best->impl;
+	choice->index = best->index;
 	choice->variant = best->variant;
 	choice->verified = best->verified;
 	choice->because = force       ? "forced"

@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "pipeline.h"
 #include "support/error.h"
@@ -40,6 +41,12 @@ typedef struct store {
 
 static _Atomic(store *) stores;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static double milliseconds(void) {
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
 
 /* ---- finding packs ------------------------------------------------------------------------------------------------------ */
 
@@ -103,10 +110,12 @@ static store *make_store(const ingot__device *device, const char *path) {
 		free(s);
 		return NULL;
 	}
+	const double start = milliseconds();
 	if (*path) add_folders(s, path);
 	add_folders(s, getenv("INGOT_IMAGE_PATH"));
 	const char *own = ingot__library_folder();
 	if (*own) add_packs(s, own, strlen(own));
+	ingot__log(3, "%s: %d packs found and opened in %.3f ms", device->model, s->packs, milliseconds() - start);
 	return s;
 }
 
@@ -126,12 +135,6 @@ static store *store_of(const ingot__device *device, const ingot_options *options
 	return found;
 }
 
-static slot *slot_of(store *s, const ingot__impl *impl, int variant) {
-	for (int i = 0; i < ingot__impl_count; i++)
-		if (ingot__impls[i] == impl) return &s->slots[s->first[i] + variant];
-	return NULL;
-}
-
 /* The first pack that has the image; the lock is held. A damaged index is reported by the pack and passed over. */
 static const ingot__pack_entry *find_entry(store *s, const ingot__impl *impl, int variant, ingot__pack **pack) {
 	for (int i = 0; i < s->packs; i++) {
@@ -144,12 +147,12 @@ static const ingot__pack_entry *find_entry(store *s, const ingot__impl *impl, in
 	return NULL;
 }
 
-bool ingot__image_present(const ingot__impl *impl, int variant, const ingot__device *device,
-                          const ingot_options *options) {
+bool ingot__image_present(int index, int variant, const ingot__device *device, const ingot_options *options) {
 	if (device->type == INGOT_CPU) return true;
 	store *s = store_of(device, options);
-	slot *const at = s ? slot_of(s, impl, variant) : NULL;
-	if (!at) return false;
+	if (!s) return false;
+	const ingot__impl *const impl = ingot__impls[index];
+	slot *const at = &s->slots[s->first[index] + variant];
 	int presence = atomic_load_explicit(&at->presence, memory_order_relaxed);
 	if (presence == UNKNOWN) {
 		ingot__pack *pack;
@@ -186,8 +189,10 @@ static ingot_status load(store *s, const ingot__impl *impl, int variant, loaded 
 		                   "INGOT_IMAGE_PATH and the library's folder; `ingot build` makes one",
 		                   s->device->arch, impl->name, name, s->packs);
 	void *object, *module;
+	const double start = milliseconds();
 	ingot_status status = ingot__pack_read(pack, entry, &object);
 	if (status) return status;
+	const double whole = milliseconds();
 	loaded *l = calloc(1, sizeof *l);
 	if (!l) {
 		free(object);
@@ -209,6 +214,9 @@ static ingot_status load(store *s, const ingot__impl *impl, int variant, loaded 
 			status = driver->function(s->device, module, of, kernel->name, s->device->shared_most, &l->function[i]);
 		}
 	}
+	if (!status)
+		ingot__log(3, "%s: %llu bytes read and verified in %.3f ms, loaded by the driver in %.3f ms", of,
+		           (unsigned long long)entry->size, whole - start, milliseconds() - whole);
 	/* what is loaded belongs to nobody now */
 	if (status && is_loaded) driver->unload(module);
 	if (status) free(l);
@@ -222,8 +230,8 @@ ingot_status ingot__image_load(const ingot__choice *choice, const ingot__plan *p
 	if (device->type == INGOT_CPU) return INGOT_OK;
 	const ingot__impl *const impl = choice->impl;
 	store *s = store_of(device, options);
-	slot *const at = s ? slot_of(s, impl, choice->variant) : NULL;
-	if (!at) return ingot__fail(INGOT_OUT_OF_MEMORY, "no memory to search for packs");
+	if (!s) return ingot__fail(INGOT_OUT_OF_MEMORY, "no memory to search for packs");
+	slot *const at = &s->slots[s->first[choice->index] + choice->variant];
 	loaded *l = atomic_load_explicit(&at->code, memory_order_acquire);
 	if (!l) {
 		ingot_status status = INGOT_OK;
@@ -237,7 +245,7 @@ ingot_status ingot__image_load(const ingot__choice *choice, const ingot__plan *p
 	}
 	for (int step = 0; step < plan->steps; step++)
 		for (int i = 0; i < INGOT__PACK_KERNELS && impl->kernels[i]; i++)
-			if (!strcmp(impl->kernels[i], plan->step[step].kernel)) {
+			if (impl->kernels[i] == plan->step[step].kernel || !strcmp(impl->kernels[i], plan->step[step].kernel)) {
 				if (l->arguments_size[i] != plan->arguments_size)
 					return ingot__fail(
 						INGOT_IMAGE,

@@ -104,7 +104,6 @@ typedef struct ingot__problem {
 	int64_t parts;      /* N */
 	bool parts_stacked; /* all parts are in out_parts[0] / lse_parts[0], part_stride elements apart */
 	int64_t out_part_stride, lse_part_stride;
-	ingot_tensor out_parts[INGOT_MERGE_PARTS], lse_parts[INGOT_MERGE_PARTS]; /* [B,H,S,Dv], [B,H,S] */
 	/* kv_append */
 	ingot_tensor k_new, v_new;
 	bool lengths_after;
@@ -113,6 +112,8 @@ typedef struct ingot__problem {
 	bool deterministic, batch_invariant; /* from the options */
 	double
 		pairs; /* query-key pairs kept by the mask when every sequence is full, over all query heads: the cost of the call */
+	/* attn_merge; unspecified in any other problem, so that a call need not clear them. [B,H,S,Dv], [B,H,S] */
+	ingot_tensor out_parts[INGOT_MERGE_PARTS], lse_parts[INGOT_MERGE_PARTS];
 } ingot__problem;
 
 /* Reads params (of operator op, any struct size) into *problem. data_read: run, where NULL data is refused; the other verbs
@@ -287,6 +288,7 @@ const char *ingot__impl_digest(const char *name);
 
 typedef struct ingot__candidate {
 	const ingot__impl *impl;
+	int index; /* ingot__impls[index] is impl */
 	int variant;
 	const char *refusal;             /* NULL: it can run */
 	const ingot__row *row;           /* the nearest bucket's figure, NULL: none */
@@ -296,6 +298,7 @@ typedef struct ingot__candidate {
 
 typedef struct ingot__choice {
 	const ingot__impl *impl;
+	int index;
 	int variant;
 	const char *because; /* "measured fastest", "forced", ... */
 	bool verified;
@@ -329,9 +332,9 @@ typedef struct ingot__functions {
  * the library. IMAGE with a sentence naming file and entry. */
 ingot_status ingot__image_load(const ingot__choice *choice, const ingot__plan *plan, const ingot__device *device,
                                const ingot_options *options, ingot__functions *functions);
-/* Whether an image of that variant is present for the device, without reading its bytes. Always on a CPU. */
-bool ingot__image_present(const ingot__impl *impl, int variant, const ingot__device *device,
-                          const ingot_options *options);
+/* Whether an image of that variant of ingot__impls[index] is present for the device, without reading its bytes. Always on a
+ * CPU. */
+bool ingot__image_present(int index, int variant, const ingot__device *device, const ingot_options *options);
 /* One number over the packs that a device's calls search without options.image_path, in their order; 0 on a CPU.
  * OUT_OF_MEMORY. */
 ingot_status ingot__image_digest(const ingot__device *device, uint64_t *digest);

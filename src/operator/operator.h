@@ -38,7 +38,7 @@ typedef struct ingot__field {
 	uint8_t flags;
 	uint16_t dtypes; /* tensors: bit per allowed ingot_dtype */
 	uint8_t ranks;   /* tensors: bit per allowed ndim */
-	uint8_t count;   /* tensors: how many in a row; 0 means 1 */
+	uint8_t count;   /* tensors: how many in a row */
 } ingot__field;
 
 typedef struct ingot__operator_def {
@@ -65,7 +65,7 @@ extern const ingot__operator_def ingot__attn_fwd_def, ingot__attn_bwd_def, ingot
 	{#field, offsetof(struct_, field), offsetof(ingot__raw, to), kind_, INGOT__TO_RAW, 0, 0, 0}
 #define INGOT__T(struct_, field, flags_, dtypes_, ranks_) INGOT__T_AS(struct_, field, field, flags_, dtypes_, ranks_)
 #define INGOT__T_AS(struct_, field, to, flags_, dtypes_, ranks_) \
-	{#field, offsetof(struct_, field), offsetof(ingot__problem, to), INGOT__TENSOR, flags_, dtypes_, ranks_, 0}
+	{#field, offsetof(struct_, field), offsetof(ingot__problem, to), INGOT__TENSOR, flags_, dtypes_, ranks_, 1}
 #define INGOT__A(struct_, field, ranks_) INGOT__A_AS(struct_, field, field, ranks_)
 #define INGOT__A_AS(struct_, field, to, ranks_) \
 	{#field,                                    \
@@ -75,7 +75,7 @@ extern const ingot__operator_def ingot__attn_fwd_def, ingot__attn_bwd_def, ingot
 	 INGOT__TO_RAW | INGOT__LAST_1,             \
 	 INGOT__DT(I32),                            \
 	 ranks_,                                    \
-	 0}
+	 1}
 
 /* ---- relations, each OK or a sentence (relations.c) ---------------------------------------------------------------- */
 
