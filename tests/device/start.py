@@ -4,6 +4,7 @@
     INGOT_LIBRARY=... INGOT_IMAGE_PATH=... python3 tests/device/start.py
 """
 import ctypes
+import os
 import statistics
 import subprocess
 import sys
@@ -19,63 +20,130 @@ import test_device as device  # noqa: E402
 
 ingot = device.ingot
 LOOP = r"""
+#include <dlfcn.h>
 #include <stdint.h>
 #include <time.h>
 #include <ingot.h>
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1e9 + t.tv_nsec; }
-int loop(const ingot_attn_fwd_params *p, ingot_stream s, const ingot_options *o, int n, float *each) {
-    for (int i = 0; i < n; i++) {
-        const double t = now();
-        if (ingot_attn_fwd(p, s, o)) return 1;
-        each[i] = (float)(now() - t);
-    }
-    return 0;
+#define EACH(call) for (int i = 0; i < n; i++) { const double t = now(); if (call) return 1; each[i] = (float)(now() - t); } return 0
+int calls(const ingot_attn_fwd_params *p, ingot_stream s, const ingot_options *o, int n, float *each) { EACH(ingot_attn_fwd(p, s, o)); }
+int clocks(int n, float *each) { EACH(0); }
+
+typedef int launch(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+static void *driver(const char *name) { return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name); }
+int launches(void *kernel, void *stream, int n, float *each) {
+    static char arguments[4096];
+    void *parameters[] = {arguments};
+    launch *const f = driver("cuLaunchKernel");
+    EACH(f(kernel, 1, 1, 1, 32, 1, 1, 0, stream, parameters, 0));
+}
+int contexts(void *stream, int n, float *each) {
+    int (*const of_stream)(void *, void **) = driver("cuStreamGetCtx"), (*const current)(void **) = driver("cuCtxGetCurrent");
+    void *context;
+    EACH(of_stream(stream, &context) || current(&context));
+}
+/* Empty kernels of an image: by name, as the library takes them (`function` 0), or as functions of the current context. */
+void *kernel_of(const void *image, const char *name, int function) {
+    int (*const load)(void **, const void *, void *, void *, unsigned, void *, void *, unsigned) = driver("cuLibraryLoadData");
+    int (*const get)(void **, void *, const char *) = driver("cuLibraryGetKernel"), (*const as)(void **, void *) = driver("cuKernelGetFunction");
+    void *library, *kernel, *f;
+    if (load(&library, image, 0, 0, 0, 0, 0, 0) || get(&kernel, library, name) || as(&f, kernel)) return 0;
+    return function ? f : kernel;
 }
 """
+EMPTY = """
+struct arguments { char bytes[%d]; };
+extern "C" __global__ void none() {}
+extern "C" __global__ void many(const __grid_constant__ arguments a) {}
+"""
+
+
+def empty_kernels(folder):
+    """Their image, for the floor: what a launch costs that does nothing. The second takes as many bytes as attention does."""
+    source = Path(folder) / "empty.cu"
+    source.write_text(EMPTY % 1264)
+    major, minor = torch.cuda.get_device_capability()
+    subprocess.run(["nvcc", f"-arch=sm_{major}{minor}", "-cubin", source, "-o", source.with_suffix(".cubin")], check=True)
+    return source.with_suffix(".cubin").read_bytes()
+
+
+def out_of_the_page_cache(path):
+    for pack in Path(path).glob("*.pack"):
+        with open(pack, "rb") as f:
+            os.fsync(f.fileno())
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main():
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     fwd, _ = device.attention(b=1, hq=1, hk=1, s=1, d=64)
+    said = []
+    log = ingot.LogCallback(lambda _, level, text: said.append(text.decode()))
+    ingot.lib.ingot_set_log(3, log, None)
+    for folder in os.environ.get("INGOT_IMAGE_PATH", "").split(":"):
+        out_of_the_page_cache(folder)
     marks = [("start", time.perf_counter())]
     arch = ctypes.create_string_buffer(64)
     ingot.lib.ingot_device_describe(ingot.ingot_stream(1, 0, None), arch, 64, None, 0, None)
     marks.append(("driver and device", time.perf_counter()))
     call = device.Call("attn_fwd", fwd)
-    marks.append(("find packs, choose", time.perf_counter()))
+    marks.append(("find and open packs, choose", time.perf_counter()))
     call("_prepare")
     marks.append(("read, verify and load the image", time.perf_counter()))
     call()
+    marks.append(("launch", time.perf_counter()))
     torch.cuda.synchronize()
-    marks.append(("launch and run", time.perf_counter()))
+    marks.append(("run", time.perf_counter()))
     for (_, a), (name, b) in zip(marks, marks[1:]):
         print(f"{name:34} {1e3 * (b - a):8.3f} ms")
-    print(f"{'first call in all':34} {1e3 * (marks[-1][1] - marks[0][1]):8.3f} ms  ({arch.value.decode()})")
+    print(f"{'first call in all':34} {1e3 * (marks[-1][1] - marks[0][1]):8.3f} ms  ({arch.value.decode()}, packs not in the page cache)")
+    print("of these, as the log says:", *(x for x in said if " ms" in x), sep="\n  ")
+    ingot.lib.ingot_set_log(0, ingot.LogCallback(), None)
 
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "loop.c", Path(folder) / "loop.so"
         source.write_text(LOOP)
-        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", f"-I{device.ingot.ROOT}/include", source, "-o", library, ingot.PATH], check=True)
-        loop = ctypes.CDLL(str(library)).loop
-        n = 100000
-        each = (ctypes.c_float * n)()
+        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", f"-I{device.ingot.ROOT}/include", source, "-o", library, ingot.PATH, "-ldl"], check=True)
+        c = ctypes.CDLL(str(library))
+        c.kernel_of.restype = ctypes.c_void_p
+        image = empty_kernels(folder)
+        kernels = {(name, function): ctypes.c_void_p(c.kernel_of(image, name, function)) for name in (b"none", b"many") for function in (0, 1)}
         stream = torch.cuda.Stream()
-        handle = ingot.ingot_stream(1, 0, stream.cuda_stream)
-        # in short runs, so that the driver's queue is never full
-        times = []
-        for _ in range(n // 500):
-            assert loop(ctypes.byref(call.params), handle, ctypes.byref(call.options), 500, each) == 0
-            times += each[:500]
-            stream.synchronize()
-        print(f"warm call: median {statistics.median(times) / 1e3:.2f} us of {len(times)}, 1x1x1x64 bf16")
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        call_stream = ingot.ingot_stream(1, 0, stream.cuda_stream)
+
+        # in short runs, so that the driver's queue is never full, and in turns, so that all see the same clock rates
+        rows = {
+            "ingot_attn_fwd, 1x1x1x64 bf16": lambda n, each: c.calls(ctypes.byref(call.params), call_stream, ctypes.byref(call.options), n, each),
+            "empty kernel, 1264 bytes": lambda n, each: c.launches(kernels[b"many", 0], handle, n, each),
+            "empty kernel": lambda n, each: c.launches(kernels[b"none", 0], handle, n, each),
+            "empty kernel, 1264 bytes, function": lambda n, each: c.launches(kernels[b"many", 1], handle, n, each),
+            "empty kernel, function": lambda n, each: c.launches(kernels[b"none", 1], handle, n, each),
+            "cuStreamGetCtx and cuCtxGetCurrent": lambda n, each: c.contexts(handle, n, each),
+            "the clock itself": lambda n, each: c.clocks(n, each),
+        }
+        times = {name: [] for name in rows}
+        each = (ctypes.c_float * 500)()
+        for _ in range(200):
+            for name, run in rows.items():
+                assert run(500, each) == 0, name
+                times[name] += each[:]
+                stream.synchronize()
+        median = {name: statistics.median(x) / 1e3 for name, x in times.items()}
+        print(f"host time, median of {len(times['the clock itself'])} (the clock's own in each):")
+        for name, x in median.items():
+            low, high = statistics.quantiles(times[name], n=10)[::8]
+            print(f"  {name:36} {x:6.2f} us   ({low / 1e3:.2f} to {high / 1e3:.2f} for 8 of 10)")
+        whole, floor = (median[x] for x in ("ingot_attn_fwd, 1x1x1x64 bf16", "empty kernel, 1264 bytes"))
+        print(f"warm call: {whole:.2f} us in all, {whole - floor:.2f} us without its launch")
         start = []
         for _ in range(2000):
             t = time.perf_counter()
             F.scaled_dot_product_attention(fwd["q"], fwd["k"], fwd["v"])
             start.append(time.perf_counter() - t)
             torch.cuda.synchronize()
-        print(f"torch:     median {statistics.median(start) * 1e6:.2f} us of {len(start)}")
+        print(f"torch:     {statistics.median(start) * 1e6:.2f} us, median of {len(start)}")
 
 
 if __name__ == "__main__":

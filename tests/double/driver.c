@@ -453,6 +453,37 @@ static void test_callers_memory(void **state) {
 	in_child(callers_memory, NULL);
 }
 
+/* ---- the first call ------------------------------------------------------------------------------------------------------- */
+
+static char heard[8192];
+
+static void hear(void *context, int32_t level, const char *message) {
+	(void)context, (void)level;
+	strncat(heard, message, sizeof heard - strlen(heard) - 1);
+	strncat(heard, "\n", sizeof heard - strlen(heard) - 1);
+}
+
+/* The log of a first call says how long each part took; a warm one has nothing to say of it. */
+static int first_call(void *argument) {
+	(void)argument;
+	static const char *const parts[] = {"found and opened in ", "read and verified in ", "loaded by the driver in ",
+	                                    "ingot-sm_90a.pack, attn_fwd_sm80:bf16_d64_masked"};
+	const call c = forward("attn_fwd_sm80");
+	const ingot_options o = options_of(&c);
+	ingot_set_log(3, hear, NULL);
+	CHECK(!make(&c, RUN, on(0, NULL), &o), "%s", ingot_last_error());
+	for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+		CHECK(strstr(heard, parts[i]), "no \"%s\" in: %s", parts[i], heard);
+	heard[0] = 0;
+	CHECK(!make(&c, RUN, on(0, NULL), &o), "%s", ingot_last_error());
+	CHECK(!strstr(heard, " in "), "%s", heard);
+	return finish();
+}
+
+static void test_first_call(void **state) {
+	in_child(first_call, NULL);
+}
+
 /* ---- threads ---------------------------------------------------------------------------------------------------------------------- */
 
 enum { THREADS = 8 };
@@ -738,6 +769,7 @@ int main(void) {
 		cmocka_unit_test(test_capture),
 		cmocka_unit_test(test_fork),
 		cmocka_unit_test(test_callers_memory),
+		cmocka_unit_test(test_first_call),
 		cmocka_unit_test(test_threads),
 		cmocka_unit_test(test_nameless_error),
 		cmocka_unit_test(test_every_error_at_every_call),
