@@ -2,6 +2,7 @@
 
 Marked `images`: it needs nvcc (tools/fetch_nvcc.sh brings the pinned one; INGOT_NVCC names another place of it).
 """
+import json
 import os
 import re
 import shutil
@@ -285,6 +286,52 @@ def test_the_page_on_nvidia_counts_every_kernels_images():
     images = Counter(re.findall(r"^sm_90a (\w+):", command("build", "--arch", "sm_90a", "--list").stdout, re.M))
     told = re.findall(r"^\| (\w+_sm\w+) \| (\d+) \|", (ROOT / "docs/nvidia.md").read_text(), re.M)
     assert images and {name: int(count) for name, count in told} == images
+
+
+def on_the_double(packs, *words, **environment):
+    """The command with a driver double for a GPU: what it launches computes nothing and takes a millisecond."""
+    double = Path(COMMAND).parent / "tests/double"
+    if not (double / "libcuda.so.1").exists():
+        pytest.skip(f"no driver double in {double}")
+    return command(*words, "--device", "cuda:0", env={
+        **os.environ, "LD_LIBRARY_PATH": str(double), "INGOT_IMAGE_PATH": str(packs), **environment})
+
+
+def test_rows_of_a_gpu_are_written_and_read(packs, tmp_path):
+    rows = tmp_path / "rows.tsv"
+
+    def bench(*words):
+        done = on_the_double(packs, "bench", "--only", "mask:", "--rows", rows, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line.split("\t") for line in rows.read_text().splitlines() if line[0] != "#"]
+
+    suite = [line.split()[1] for line in (ROOT / "bench/cuda.txt").read_text().splitlines() if line[0] != "#"]
+    problems = [x for x in suite if x.startswith("mask:")]
+    last = bench("--from", suite.index(problems[-1]) + 1)
+    assert len(last) == 1
+    found = bench()
+    assert len(found) == len(problems) > 1 and last[0] in found
+    digest = listed(packs)[5]
+    for op, arch, bucket, kernel, _, microseconds, _, cases, of, device, _ in found:
+        assert (op, arch, kernel, of, cases) == ("attn_dropout_mask", "sm_90a", "attn_dropout_mask_sm80", digest, "0")
+        assert bucket.startswith("bool,") and microseconds == "1000.0" and device.startswith("sm_90a_h200")
+    told = on_the_double(packs, "explain", problems[0], INGOT_TUNING_PATH=str(rows), INGOT_LOG="3")
+    assert f"{len(found)} rows of {rows}" in told.stderr and "1000.0 us at bool," in told.stdout
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_a_gpu_that_computes_nothing_fails_every_case(packs, tmp_path, jobs):
+    rows, saved = tmp_path / "rows.tsv", tmp_path / "check.json"
+    assert on_the_double(packs, "bench", "--only", "mask:", "--rows", rows).returncode == 0
+    rows.write_text(rows.read_text().replace("\t0.000\t0\t", "\t0.500\t9\t"))  # as if it had passed once
+    done = on_the_double(packs, "check", "--level", "2", "--jobs", jobs, "--rows", rows, "--save", saved,
+                         "--backend", "attn_dropout_mask_sm80")
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(saved.read_text())
+    (kernel,) = result["kernels"]
+    assert result["result"] == "FAIL" and result["model"] == "sm_90a_h200" and kernel["digest"] == listed(packs)[5]
+    assert kernel["passed"] == 0 and kernel["failed"] > 4 and kernel["refused"] == 0
+    assert {line.split("\t")[7] for line in rows.read_text().splitlines()[1:]} == {"0"}
 
 
 def test_bad_words_are_named(tmp_path):
