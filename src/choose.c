@@ -196,22 +196,20 @@ static bool row_is_stale(const ingot__row *r) {
 	return *now && strcmp(now, r->digest);
 }
 
-static evidence gather(const ingot__impl *impl, const ingot__device *device) {
+/* of: the rows of the implementation's operator, as in knowledge. */
+static evidence gather(const ingot__impl *impl, const ingot__device *device, const range *of) {
+	enum { MODEL, ARCHITECTURE };
 	evidence e = {.runs = ingot__device_runs(device, impl->arch)};
-	const table *t = rows();
-	const char *arch = device->arch;
-	for (int generation = 0; *arch; arch = ingot__arch_parent(arch), generation++) {
-		for (int i = 0; i < t->count; i++) {
-			const ingot__row *r = &t->rows[i];
-			if (strcmp(r->implementation, impl->name) ||
-			    (strcmp(r->arch, arch) && (generation || strcmp(r->arch, device->model))))
-				continue;
+	const table *const t = rows();
+	for (int n = MODEL; n < NAMES; n++) {
+		for (const ingot__row *r = t->rows + of[n].first; r < t->rows + of[n].last; r++) {
+			if (strcmp(r->implementation, impl->name)) continue;
 			if (row_is_stale(r)) e.stale = true;
 			else if (r->cases > e.cases) e.cases = r->cases;
 		}
-		if (e.cases) {
-			e.verified = generation == 0;
-			e.inherited = generation != 0;
+		if (n >= ARCHITECTURE && e.cases) {
+			e.verified = n == ARCHITECTURE;
+			e.inherited = n > ARCHITECTURE;
 			e.stale = false;
 			break;
 		}
@@ -221,12 +219,6 @@ static evidence gather(const ingot__impl *impl, const ingot__device *device) {
 }
 
 static void learn(knowledge *k, const ingot__device *device) {
-	for (int i = 0; i < ingot__impl_count && i < IMPLS; i++) {
-		const ingot__impl *const impl = ingot__impls[i];
-		k->of[i] = gather(impl, device);
-		if (impl->device == device->type && k->count[impl->op] < INGOT__CANDIDATES)
-			k->impl[impl->op][k->count[impl->op]++] = i;
-	}
 	const table *const t = rows();
 	for (int op = 0; op < INGOT__OPERATORS; op++) {
 		const char *name = device->model, *next = device->arch;
@@ -236,6 +228,12 @@ static void learn(knowledge *k, const ingot__device *device) {
 			name = next;
 			next = ingot__arch_parent(next);
 		}
+	}
+	for (int i = 0; i < ingot__impl_count && i < IMPLS; i++) {
+		const ingot__impl *const impl = ingot__impls[i];
+		k->of[i] = gather(impl, device, k->rows[impl->op]);
+		if (impl->device == device->type && k->count[impl->op] < INGOT__CANDIDATES)
+			k->impl[impl->op][k->count[impl->op]++] = i;
 	}
 }
 
