@@ -12,7 +12,7 @@
  * once more from what still lies in shared memory, takes maxima, and goes on taking them to the end of the tile: no data costs more than
  * one such repetition per warp and tile.
  */
-#include "../gpu_args.h"
+#include "sm90.h"
 
 enum { CLASS_PLAIN, CLASS_MASKED }; /* masked: causal, window, variable length */
 enum { Q_MAP, K_MAP, V_MAP, OUT_MAP, MAPS };
@@ -26,8 +26,6 @@ enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH
 #define Q_STAGES(head) ((head) <= 128 ? 2 : 1)
 #define KV_STAGES 2
 #define TILE_STAGES 4
-#define PANELS(columns) (((columns) + 63) / 64)
-#define TILE_BYTES(rows, columns) ((rows) * PANELS(columns) * 128)
 /* Where there is room, a tile's output has memory of its own, else that of its queries. */
 #define OUT_BYTES(head, value) (Q_STAGES(head) > 1 ? TILE_BYTES(64 * GROUPS(head), value) : 0)
 #define CONTROL_BYTES 512
@@ -45,7 +43,6 @@ struct order {
 	int32_t count, pad[63]; /* then the places */
 };
 enum { ORDER_THREADS = 1024, LENGTHS = 2 * ORDER_THREADS, PLACES = 1 << 22 };
-#define MAPS_AT ((sizeof(ingot__gpu_args) + 63) / 64 * 64)
 
 #ifdef INGOT_HOST
 
@@ -70,13 +67,6 @@ static int size_index(const ingot__problem *p) {
 	int i = 0;
 	while (i < SIZES && (sizes[i].head < p->head_dim || sizes[i].value < p->head_dim_v)) i++;
 	return i;
-}
-
-/* Whether the copy engine can tell where a tensor's rows, heads and batches are. */
-static bool can_map(const ingot_tensor *t) {
-	for (int i = 0; i < 3; i++)
-		if (t->stride[i] * 2 >= (int64_t)1 << 40) return false;
-	return t->stride[2] != 0 || t->shape[2] <= 1;
 }
 
 static int64_t tiles_per_head(const ingot__problem *p, int head) {
@@ -113,31 +103,6 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	const int class = p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED : CLASS_PLAIN;
 	*variant = ((p->q.dtype == INGOT_BF16) * SIZES + size) * 2 + class;
 	return NULL;
-}
-
-/* Boxes of `rows` rows and 64 columns of a tensor, for the copy engine. */
-static ingot__tensor_map map_of(int index, const ingot_tensor *t, int rows) {
-	ingot__tensor_map m = {
-		.at = (uint32_t)(MAPS_AT + 128 * (size_t)index), .data = t->data, .box = {64, (uint32_t)rows}};
-	for (int i = 0; i < 4; i++) {
-		const int axis = 3 - i;
-		/* an axis without a stride has one place, and the kernel stays there */
-		const bool still = i && t->stride[axis] == 0;
-		m.extent[i] = still ? 1 : t->shape[axis];
-		if (i) m.stride[i - 1] = still ? 8 : t->stride[axis];
-	}
-	return m;
-}
-
-/* How many heads are worked on together where tiles differ in length: the longest come first, so that blocks end together, but K
- * and V of these heads must stay in the second-level cache. Some tiles a multiprocessor at least, lest nothing evens out. */
-static int64_t section_heads(const ingot__device *device, int64_t heads, int64_t group, int64_t tiles, double bytes) {
-	const int64_t cached = (int64_t)((double)device->l2_bytes * 9 / 16 / (bytes > 1 ? bytes : 1));
-	const int64_t busy = (device->multiprocessors * 7 / 2 + tiles * group - 1) / (tiles * group);
-	const int64_t most = (cached > busy ? cached : busy) * group;
-	if (most >= heads) return heads;
-	const int64_t sections = (heads + most - 1) / most, even = (heads + sections - 1) / sections;
-	return (even + group - 1) / group * group;
 }
 
 static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
@@ -200,13 +165,6 @@ const ingot__impl ingot__impl_attn_fwd_sm90 = {
 };
 
 #else
-#include "sm90.h"
-
-#if ELEMENT == 2
-typedef __half element;
-#else
-typedef __nv_bfloat16 element;
-#endif
 
 enum {
 	MASKED = CLASS == CLASS_MASKED,
@@ -417,12 +375,6 @@ DEVICE void decode_tiles(const ingot__gpu_args &a, uint32_t shared, unsigned cha
 	barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
 }
 
-template <int columns, int rows>
-DEVICE void load_tile(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int batch) {
-#pragma unroll
-	for (int i = 0; i < PANELS(columns); i++) load_box(to + i * rows * 128, map, barrier, i * 64, row, head, batch);
-}
-
 /* One lane. */
 DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const unsigned char *memory) {
 	const int steps = x.a.number[STEPS];
@@ -609,7 +561,7 @@ DEVICE void multiply_qk(float (&s)[BN / 2], const uint32_t (&held)[HEAD / 4], ui
 	for (int i = 0; i < HEAD / 16; i++) {
 		const int k_at = (i / 4 * BN * 128 + i % 4 * 32) >> 4;
 		if (Q_HELD) wgmma<BN>::held<0>(s, &held[4 * i], k + k_at, i > 0);
-		else wgmma<BN>::shared(s, q + ((i / 4 * 64 * 128 + i % 4 * 32) >> 4), k + k_at, i > 0);
+		else wgmma<BN>::shared<0>(s, q + ((i / 4 * 64 * 128 + i % 4 * 32) >> 4), k + k_at, i > 0);
 	}
 }
 
@@ -685,11 +637,6 @@ DEVICE void store_nothing(const ingot__gpu_args &a, const tile &t, int first_row
 			*(uint4 *)((element *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] +
 			           (t.q_row + (index_t)row) * a.out_stride[2] + i % pieces * 8) = make_uint4(0, 0, 0, 0);
 	}
-}
-
-/* A value that is the same in all lanes, and known to be so. */
-DEVICE int same(int x) {
-	return __shfl_sync(0xffffffffu, x, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm90(const __grid_constant__ arguments x) {

@@ -1,13 +1,63 @@
 /*
  * Hopper's own instructions, for kernels built for sm_90a: memory barriers that count bytes, the copy engine, and matrix products
  * of a warpgroup. Operands of the products lie in shared memory as the copy engine leaves them with a 128-byte swizzle: panels of
- * 64 columns, a row of a panel being 128 bytes, every panel on a multiple of 1024 bytes. The including kernel defines ELEMENT (an
- * ingot_dtype) first.
+ * 64 columns, a row of a panel being 128 bytes, every panel on a multiple of 1024 bytes. ELEMENT (an ingot_dtype) is defined by the
+ * image. The host half describes tensors for the copy engine, and orders tiles.
  */
 #ifndef INGOT_KERNELS_CUDA_SM90_H
 #define INGOT_KERNELS_CUDA_SM90_H
 
+#include "../gpu_args.h"
+
+#define PANELS(columns) (((columns) + 63) / 64)
+#define TILE_BYTES(rows, columns) ((rows) * PANELS(columns) * 128)
+/* Where a plan's tensor maps stand: behind the arguments, 128 bytes each. */
+#define MAPS_AT ((sizeof(ingot__gpu_args) + 63) / 64 * 64)
+
+#ifdef INGOT_HOST
+
+/* Whether the copy engine can tell where a tensor's rows, heads and batches are. */
+static inline bool can_map(const ingot_tensor *t) {
+	for (int i = 0; i < 3; i++)
+		if (t->stride[i] * 2 >= (int64_t)1 << 40) return false;
+	return t->stride[2] != 0 || t->shape[2] <= 1;
+}
+
+/* Boxes of `rows` rows and 64 columns of a tensor, as the plan's map `index`. */
+static inline ingot__tensor_map map_of(int index, const ingot_tensor *t, int rows) {
+	ingot__tensor_map m = {
+		.at = (uint32_t)(MAPS_AT + 128 * (size_t)index), .data = t->data, .box = {64, (uint32_t)rows}};
+	for (int i = 0; i < 4; i++) {
+		const int axis = 3 - i;
+		/* an axis without a stride has one place, and the kernel stays there */
+		const bool still = i && t->stride[axis] == 0;
+		m.extent[i] = still ? 1 : t->shape[axis];
+		if (i) m.stride[i - 1] = still ? 8 : t->stride[axis];
+	}
+	return m;
+}
+
+/* How many heads, in whole groups, are worked on together where tiles differ in length: the longest come first, so that blocks end
+ * together, but the `bytes` that the tiles of a group share must stay in the second-level cache. Some tiles a multiprocessor at
+ * least, lest nothing evens out. */
+static inline int64_t section_heads(const ingot__device *device, int64_t heads, int64_t group, int64_t tiles,
+                                    double bytes) {
+	const int64_t cached = (int64_t)((double)device->l2_bytes * 9 / 16 / (bytes > 1 ? bytes : 1));
+	const int64_t busy = (device->multiprocessors * 7 / 2 + tiles * group - 1) / (tiles * group);
+	const int64_t most = (cached > busy ? cached : busy) * group;
+	if (most >= heads) return heads;
+	const int64_t sections = (heads + most - 1) / most, even = (heads + sections - 1) / sections;
+	return (even + group - 1) / group * group;
+}
+
+#else
 #include "../gpu.h"
+
+#if ELEMENT == 2
+typedef __half element;
+#else
+typedef __nv_bfloat16 element;
+#endif
 
 /* What the copy engine knows of a tensor: made by the driver, see ingot__tensor_map of pipeline.h. */
 struct __align__(64) tensor_map {
@@ -51,6 +101,11 @@ template <int stages> struct ring {
 	}
 };
 
+/* A value that is the same in all lanes, and known to be so. */
+DEVICE int same(int x) {
+	return __shfl_sync(0xffffffffu, x, 0);
+}
+
 /* Threads of a warpgroup, by a barrier of their own. */
 DEVICE void warpgroup_barrier(int group) {
 	asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
@@ -65,6 +120,24 @@ DEVICE void load_box(uint32_t to, const tensor_map *map, uint32_t barrier, int c
 	             "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
 	             : "memory");
 }
+/* A tile of rows, panel by panel. */
+template <int columns, int rows>
+DEVICE void load_tile(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int batch) {
+#pragma unroll
+	for (int i = 0; i < PANELS(columns); i++) load_box(to + i * rows * 128, map, barrier, i * 64, row, head, batch);
+}
+/* Bytes as they lie, a multiple of 16. */
+DEVICE void load_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+	             "l"(from), "r"(bytes), "r"(barrier)
+	             : "memory");
+}
+/* Adds floats in shared memory to those in global memory; part of this thread's stores. */
+DEVICE void add_floats(float *to, uint32_t from, int bytes) {
+	asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+	             "r"(bytes)
+	             : "memory");
+}
 /* A box out of shared memory; what lies outside the tensor is not written. */
 DEVICE void store_box(const tensor_map *map, uint32_t from, int column, int row, int head, int batch) {
 	asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
@@ -77,6 +150,10 @@ DEVICE void store_commit() {
 /* Until the copy engine has read what this thread's stores are made of. */
 DEVICE void store_wait_read() {
 	asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+/* Until this thread's stores are done. */
+DEVICE void store_wait() {
+	asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 /* What this thread wrote to shared memory comes before what the copy engine and the matrix products read later. */
 DEVICE void fence_async() {
@@ -152,20 +229,21 @@ DEVICE uint64_t operand(uint32_t address, int panel_bytes) {
 #define WGMMA_O96 WGMMA_O64, WGMMA_O8(64), WGMMA_O8(72), WGMMA_O8(80), WGMMA_O8(88)
 #define WGMMA_O128 WGMMA_O96, WGMMA_O8(96), WGMMA_O8(104), WGMMA_O8(112), WGMMA_O8(120)
 
-/* d[64 x n] (+)= A[64 x 16] B[16 x n], d being added to where `add`. shared(): A and B^T K-major in shared memory. held(): A in
- * registers, B K-major or (transposed) MN-major. r0 to r6 are the numbers of the operands behind the accumulators. */
+/* d[64 x n] (+)= A[64 x 16] B[16 x n], d being added to where `add`. shared(): A K-major in shared memory. held(): A in
+ * registers. B K-major or (transposed) MN-major. r0 to r6 are the numbers of the operands behind the accumulators. */
 template <int n> struct wgmma;
 #define WGMMA(n, registers, r0, r1, r2, r3, r4, r5, r6)                                                              \
 	template <> struct wgmma<n> {                                                                                    \
+		template <int transposed>                                                                                    \
 		static __device__ __forceinline__ void shared(float (&d)[registers], uint64_t a, uint64_t b, int add) {      \
 			asm volatile("{\n"                                                                                       \
 			             ".reg .pred add;\n"                                                                         \
 			             "setp.ne.b32 add, %" #r2 ", 0;\n"                                                           \
 			             "wgmma.mma_async.sync.aligned.m64n" #n "k16." WGMMA_TYPES " {" WGMMA_D##registers           \
-			             "}, %" #r0 ", %" #r1 ", add, 1, 1, 0, 0;\n"                                                 \
+			             "}, %" #r0 ", %" #r1 ", add, 1, 1, 0, %" #r3 ";\n"                                          \
 			             "}"                                                                                         \
 			             : WGMMA_O##registers                                                                        \
-			             : "l"(a), "l"(b), "r"(add));                                                                \
+			             : "l"(a), "l"(b), "r"(add), "n"(transposed));                                               \
 		}                                                                                                            \
 		template <int transposed>                                                                                    \
 		static __device__ __forceinline__ void held(float (&d)[registers], const uint32_t *a, uint64_t b, int add) { \
@@ -185,4 +263,5 @@ WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
 WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
+#endif
 #endif
