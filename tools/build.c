@@ -326,7 +326,9 @@ static int summarise(const plan *p, double seconds) {
 		       (unsigned long long)spills);
 		ingot__pack_close(pack);
 	}
-	printf("%s, %lld jobs, %.1f s\n", p->toolchain, (long long)p->jobs, seconds);
+	printf("%s, %lld jobs, %.1f s", p->toolchain, (long long)p->jobs, seconds);
+	if (seconds >= 60) printf(" (%.1f minutes)", seconds / 60);
+	printf("\n");
 	return TOOL_OK;
 }
 
