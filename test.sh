@@ -32,11 +32,13 @@ set_up() {
 }
 
 build() {
-	cmake --preset "$1" -DINGOT_BUILD_TESTS=ON >"build/configure-$1.log" 2>&1 || {
-		cat "build/configure-$1.log"
+	preset=$1
+	shift
+	cmake --preset "$preset" -DINGOT_BUILD_TESTS=ON "$@" >"build/configure-$preset.log" 2>&1 || {
+		cat "build/configure-$preset.log"
 		return 1
 	}
-	cmake --build --preset "$1" -j "$jobs"
+	cmake --build --preset "$preset" -j "$jobs"
 }
 
 # ThreadSanitizer needs the addresses it knows: without setarch it may refuse to start under a randomised layout.
@@ -82,7 +84,7 @@ stage "set up" set_up || exit 1
 [ -z "$only_setup" ] || exit 0
 mkdir -p build
 
-stage "build release" build release && {
+stage "build release" build release -DINGOT_BUILD_PYTHON=ON -DPython_EXECUTABLE="$PWD/.venv/bin/python" && {
 	stage "C tests, release" c_tests release
 	[ -n "$quick" ] || stage "every kernel, level 1" build/release/ingot check --level 1
 	stage "Python tests" python_tests tests/python -m "not torch and not images"

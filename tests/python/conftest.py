@@ -12,6 +12,11 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "oracle")]
 
+import ingot_ctypes
+
+# The Python package of the same build; `pip install` is test_package_install's matter.
+sys.path.insert(0, str(Path(ingot_ctypes.PATH).parent / "python"))
+
 SEED = int(os.environ.get("INGOT_TEST_SEED") or random.SystemRandom().randrange(2**32))
 hypothesis.core.global_force_seed = SEED
 hypothesis.settings.register_profile(
@@ -26,8 +31,6 @@ def pytest_configure(config):
 
 
 def pytest_report_header():
-    import ingot_ctypes
-
     return f"INGOT_TEST_SEED={SEED}, library {ingot_ctypes.PATH}"
 
 

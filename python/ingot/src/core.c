@@ -1,0 +1,627 @@
+/*
+ * ingot._core: the library's operators as functions of keywords, one keyword a field of the operator's struct, under the
+ * field's name.
+ *
+ *     out = _core.attn_fwd(q=q, k=k, v=v, out=True, mask=1, align=2)
+ *
+ * None stands for an absent field. True for an output makes a new array of the first tensor's framework. Besides the fields
+ * every function takes those of ingot_options (backend, image_path, flags, num_threads), stream (the handle of a GPU's
+ * stream), explain ("text" or "json": nothing runs, the explanation is returned) and track (false: no complaint about
+ * tensors that record gradients). What the user sees is made of these in ingot/__init__.py.
+ */
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include "tensors.h"
+
+#include <stddef.h>
+
+typedef union any_params {
+	uint32_t struct_size; /* each begins with it */
+	ingot_attn_fwd_params attn_fwd;
+	ingot_attn_bwd_params attn_bwd;
+	ingot_attn_merge_params attn_merge;
+	ingot_kv_append_params kv_append;
+	ingot_attn_dropout_mask_params attn_dropout_mask;
+} any_params;
+
+/* ---- the operators' fields --------------------------------------------------------------------------------------------- */
+
+typedef enum field_kind { END, INPUT, OUTPUT, PARTS, U32, I32, I64, U64, F32 } field_kind;
+
+typedef struct field {
+	const char *name;
+	field_kind kind;
+	size_t offset;
+	PyObject *interned; /* the name; keywords are compared by address first */
+} field;
+
+enum { FIELDS_MAX = 48, RESULTS_MAX = 2 };
+
+typedef struct operator_row {
+	const char *name;
+	uint32_t size;
+	ingot_status (*run)(const void *, ingot_stream, const ingot_options *);
+	ingot_status (*explain)(const void *, ingot_stream, const ingot_options *, int32_t, char *, size_t, size_t *);
+	/* Sets dtype, ndim and shape of output `name` from the inputs; NULL: no output can be asked for by True. */
+	bool (*shape)(const any_params *, const char *name, ingot_tensor *);
+	const char *results[RESULTS_MAX]; /* outputs that the call returns, where given */
+	field fields[FIELDS_MAX];
+} operator_row;
+
+#define VERBS(op)                                                                                           \
+	static ingot_status run_##op(const void *params, ingot_stream stream, const ingot_options *options) {   \
+		return ingot_##op(params, stream, options);                                                         \
+	}                                                                                                       \
+	static ingot_status explain_##op(const void *params, ingot_stream stream, const ingot_options *options, \
+	                                 int32_t format, char *buffer, size_t capacity, size_t *needed) {       \
+		return ingot_##op##_explain(params, stream, options, format, buffer, capacity, needed);             \
+	}
+INGOT_OPERATOR_LIST(VERBS)
+#undef VERBS
+
+/* The shape of the rows' array, its last axis cut off or replaced. */
+static void rows_of(const ingot_tensor *from, int32_t axes, int64_t last, int32_t dtype, ingot_tensor *tensor) {
+	*tensor = *from;
+	tensor->data = NULL;
+	tensor->dtype = dtype;
+	tensor->ndim = axes;
+	if (last >= 0) tensor->shape[axes - 1] = last;
+	int64_t stride = 1;
+	for (int axis = axes - 1; axis >= 0; axis--) {
+		tensor->stride[axis] = stride;
+		stride *= tensor->shape[axis];
+	}
+}
+
+static bool ranked(const ingot_tensor *tensor, const char *name, int32_t axes) {
+	if (tensor->dtype != INGOT_NONE && tensor->ndim == axes) return true;
+	raise_status(INGOT_INVALID, "%s has %d axes; %d are needed", name,
+	             tensor->dtype == INGOT_NONE ? 0 : (int)tensor->ndim, (int)axes);
+	return false;
+}
+
+static bool shape_attn_fwd(const any_params *params, const char *name, ingot_tensor *tensor) {
+	const ingot_attn_fwd_params *const p = &params->attn_fwd;
+	if (!ranked(&p->q, "q", 4) || !ranked(&p->v, "v", 4)) return false;
+	if (!strcmp(name, "out")) {
+		const bool wide = p->q.dtype == INGOT_F32 || p->q.dtype == INGOT_F16 || p->q.dtype == INGOT_BF16;
+		rows_of(&p->q, 4, p->v.shape[3], wide ? p->q.dtype : INGOT_BF16, tensor);
+		return true;
+	}
+	rows_of(&p->q, 3, -1, INGOT_F32, tensor);
+	if (!(p->varlen & 1)) return true;
+	/* Stacked: [Hq,T] or [T,Hq]. */
+	const bool rows_first = (p->varlen >> 16 & 3) == INGOT_LSE_TH;
+	tensor->ndim = 2;
+	tensor->shape[0] = p->q.shape[rows_first ? 2 : 1];
+	tensor->shape[1] = p->q.shape[rows_first ? 1 : 2];
+	tensor->stride[0] = tensor->shape[1];
+	tensor->stride[1] = 1;
+	return true;
+}
+
+static bool shape_attn_merge(const any_params *params, const char *name, ingot_tensor *tensor) {
+	const ingot_attn_merge_params *const p = &params->attn_merge;
+	ingot_tensor part = p->out_parts[0];
+	if (part.dtype == INGOT_NONE || (part.ndim != 4 && part.ndim != 5)) return ranked(&part, "out_parts[0]", 4);
+	if (part.ndim == 5) {
+		part.ndim = 4;
+		memmove(part.shape, part.shape + 1, 4 * sizeof *part.shape);
+	}
+	const bool out = !strcmp(name, "out");
+	rows_of(&part, out ? 4 : 3, -1, out ? part.dtype : INGOT_F32, tensor);
+	return true;
+}
+
+#define ROW(op) #op, sizeof(ingot_##op##_params), run_##op, explain_##op
+#define F(kind, name) {#name, kind, offsetof(P, name), NULL}
+
+static operator_row operators[] = {
+#define P ingot_attn_fwd_params
+	{ROW(attn_fwd),
+     shape_attn_fwd,
+     {"out", "lse"},
+     {F(INPUT, q),
+      F(INPUT, k),
+      F(INPUT, v),
+      F(OUTPUT, out),
+      F(OUTPUT, lse),
+      F(U32, varlen),
+      F(I32, mask),
+      F(I32, align),
+      F(F32, softmax_scale),
+      F(INPUT, bias),
+      F(F32, softcap),
+      F(INPUT, alibi),
+      F(INPUT, sink),
+      F(I32, window_left),
+      F(I32, window_right),
+      F(I32, lse_base),
+      F(F32, dropout_p),
+      F(U64, dropout_seed),
+      F(U64, dropout_offset),
+      F(I64, batch),
+      F(I64, max_seqlen_q),
+      F(I64, max_seqlen_k),
+      F(INPUT, q_lengths),
+      F(INPUT, k_lengths),
+      F(INPUT, q_positions),
+      F(INPUT, k_positions),
+      F(INPUT, page_table),
+      F(INPUT, page_indptr),
+      F(INPUT, page_indices),
+      F(INPUT, q_descale),
+      F(INPUT, k_descale),
+      F(INPUT, v_descale),
+      F(INPUT, dropout_seed_ptr),
+      F(INPUT, dropout_offset_ptr),
+      F(OUTPUT, dropout_seed_out),
+      F(OUTPUT, dropout_offset_out)}},
+#undef P
+#define P ingot_attn_bwd_params
+	{ROW(attn_bwd),
+     NULL,
+     {NULL},
+     {F(INPUT, q),
+      F(INPUT, k),
+      F(INPUT, v),
+      F(INPUT, out),
+      F(INPUT, lse),
+      F(INPUT, dout),
+      F(OUTPUT, dq),
+      F(OUTPUT, dk),
+      F(OUTPUT, dv),
+      F(U32, varlen),
+      F(I32, mask),
+      F(I32, align),
+      F(F32, softmax_scale),
+      F(INPUT, bias),
+      F(OUTPUT, dbias),
+      F(INPUT, alibi),
+      F(INPUT, sink),
+      F(OUTPUT, dsink),
+      F(F32, softcap),
+      F(I32, window_left),
+      F(I32, window_right),
+      F(I32, lse_base),
+      F(F32, dropout_p),
+      F(U64, dropout_seed),
+      F(U64, dropout_offset),
+      F(I64, batch),
+      F(I64, max_seqlen_q),
+      F(I64, max_seqlen_k),
+      F(INPUT, q_lengths),
+      F(INPUT, q_positions),
+      F(INPUT, k_lengths),
+      F(INPUT, k_positions),
+      F(INPUT, dropout_seed_ptr),
+      F(INPUT, dropout_offset_ptr)}},
+#undef P
+#define P ingot_attn_merge_params
+	{ROW(attn_merge),
+     shape_attn_merge,
+     {"out", "lse"},
+     {F(PARTS, out_parts), F(PARTS, lse_parts), F(OUTPUT, out), F(OUTPUT, lse), F(I32, lse_base)}},
+#undef P
+#define P ingot_kv_append_params
+	{ROW(kv_append),
+     NULL,
+     {NULL},
+     {F(INPUT, k_new), F(INPUT, v_new), F(OUTPUT, k), F(OUTPUT, v), F(U32, varlen), F(INPUT, k_lengths),
+      F(INPUT, new_lengths), F(INPUT, new_positions), F(INPUT, page_table), F(INPUT, page_indptr),
+      F(INPUT, page_indices), F(INPUT, k_descale), F(INPUT, v_descale), F(I64, batch), F(I64, max_seqlen_new),
+      F(I64, max_seqlen_k), F(I32, lengths_after)}},
+#undef P
+#define P ingot_attn_dropout_mask_params
+	{ROW(attn_dropout_mask),
+     NULL,
+     {NULL},
+     {F(OUTPUT, mask), F(F32, dropout_p), F(U64, dropout_seed), F(U64, dropout_offset), F(I64, max_seqlen_q),
+      F(I64, max_seqlen_k), F(INPUT, dropout_seed_ptr), F(INPUT, dropout_offset_ptr)}},
+#undef P
+};
+enum { OPERATORS = sizeof operators / sizeof *operators };
+
+/* ---- one call ---------------------------------------------------------------------------------------------------------- */
+
+typedef struct option_names {
+	PyObject *backend, *image_path, *flags, *num_threads, *stream, *explain, *track;
+} option_names;
+static option_names names;
+
+typedef struct tensor_argument {
+	const field *field;
+	PyObject *object; /* borrowed */
+} tensor_argument;
+
+typedef struct operator_call {
+	any_params params;
+	ingot_options options;
+	call_device where;
+	held_tensors held;
+	int tensors;
+	tensor_argument tensor[FIELDS_MAX];
+	bool track;
+	PyObject *backend, *image_path; /* owned bytes behind the options' strings */
+	const char *explain;            /* NULL, "text" or "json" */
+	PyObject *explain_bytes;
+	PyObject *result[RESULTS_MAX], *convert[RESULTS_MAX];
+} operator_call;
+
+static void operator_call_release(operator_call *call) {
+	held_tensors_release(&call->held);
+	Py_XDECREF(call->backend);
+	Py_XDECREF(call->image_path);
+	Py_XDECREF(call->explain_bytes);
+	for (int i = 0; i < RESULTS_MAX; i++) {
+		Py_XDECREF(call->result[i]);
+		Py_XDECREF(call->convert[i]);
+	}
+}
+
+static bool same_name(PyObject *a, PyObject *b) {
+	return a == b || (a && b && PyUnicode_Compare(a, b) == 0);
+}
+
+static const field *find_field(const operator_row *op, PyObject *name) {
+	for (const field *f = op->fields; f->kind != END; f++)
+		if (f->interned == name) return f;
+	for (const field *f = op->fields; f->kind != END; f++)
+		if (same_name(f->interned, name)) return f;
+	return NULL;
+}
+
+static bool text_option(PyObject *value, const char *name, PyObject **bytes, const char **text) {
+	if (!PyUnicode_Check(value)) {
+		PyErr_Format(PyExc_TypeError, "%s is %R; it is a str or None", name, value);
+		return false;
+	}
+	*bytes = PyUnicode_AsUTF8String(value);
+	*text = *bytes ? PyBytes_AsString(*bytes) : NULL;
+	if (!*text) return false;
+	if (strlen(*text) == (size_t)PyBytes_Size(*bytes)) return true;
+	raise_status(INGOT_INVALID, "%s has a NUL in it", name);
+	return false;
+}
+
+/* An integer within [least, most]; most is read as unsigned. */
+static bool integer(PyObject *value, const char *name, long long least, unsigned long long most, uint64_t *bits) {
+	PyObject *number = PyNumber_Index(value);
+	if (!number) {
+		if (!PyErr_ExceptionMatches(PyExc_TypeError)) return false;
+		PyErr_Clear();
+		PyErr_Format(PyExc_TypeError, "%s is %R; it is an int", name, value);
+		return false;
+	}
+	const long long small = PyLong_AsLongLong(number);
+	bool fits = !(small == -1 && PyErr_Occurred());
+	if (fits) {
+		*bits = (uint64_t)small;
+		fits = small >= least && (small < 0 || (unsigned long long)small <= most);
+	} else {
+		PyErr_Clear();
+		const unsigned long long large = PyLong_AsUnsignedLongLong(number);
+		fits = !(large == (unsigned long long)-1 && PyErr_Occurred()) && large <= most;
+		PyErr_Clear();
+		*bits = large;
+	}
+	if (!fits) raise_status(INGOT_INVALID, "%s is %R; %lld to %llu are allowed", name, number, least, most);
+	Py_DECREF(number);
+	return fits;
+}
+
+static bool scalar(any_params *params, const field *f, PyObject *value) {
+	char *const at = (char *)params + f->offset;
+	uint64_t bits = 0;
+	switch (f->kind) {
+	case F32: {
+		const double wide = PyFloat_AsDouble(value);
+		if (wide == -1.0 && PyErr_Occurred()) {
+			if (!PyErr_ExceptionMatches(PyExc_TypeError)) return false;
+			PyErr_Clear();
+			PyErr_Format(PyExc_TypeError, "%s is %R; it is a float", f->name, value);
+			return false;
+		}
+		const float number = (float)wide;
+		memcpy(at, &number, sizeof number);
+		return true;
+	}
+	case U32:
+	case I32: {
+		if (!integer(value, f->name, f->kind == U32 ? 0 : INT32_MIN, f->kind == U32 ? UINT32_MAX : INT32_MAX, &bits))
+			return false;
+		const uint32_t number = (uint32_t)bits;
+		memcpy(at, &number, sizeof number);
+		return true;
+	}
+	default:
+		if (!integer(value, f->name, f->kind == U64 ? 0 : INT64_MIN, f->kind == U64 ? UINT64_MAX : INT64_MAX, &bits))
+			return false;
+		memcpy(at, &bits, sizeof bits);
+		return true;
+	}
+}
+
+/* A keyword that is no field. */
+static bool option(const operator_row *op, operator_call *call, PyObject *name, PyObject *value) {
+	uint64_t bits = 0;
+	if (same_name(name, names.backend)) return text_option(value, "backend", &call->backend, &call->options.backend);
+	if (same_name(name, names.image_path))
+		return text_option(value, "image_path", &call->image_path, &call->options.image_path);
+	if (same_name(name, names.explain)) return text_option(value, "explain", &call->explain_bytes, &call->explain);
+	if (same_name(name, names.track)) {
+		call->track = PyObject_IsTrue(value) == 1;
+		return true;
+	}
+	if (same_name(name, names.flags)) {
+		if (!integer(value, "flags", 0, UINT32_MAX, &bits)) return false;
+		call->options.flags = (uint32_t)bits;
+		return true;
+	}
+	if (same_name(name, names.num_threads)) {
+		if (!integer(value, "num_threads", INT32_MIN, INT32_MAX, &bits)) return false;
+		call->options.num_threads = (int32_t)bits;
+		return true;
+	}
+	if (same_name(name, names.stream)) {
+		if (!integer(value, "stream", 0, UINTPTR_MAX, &bits)) return false;
+		call->where.handle_given = true;
+		call->where.handle = (uintptr_t)bits;
+		return true;
+	}
+	PyErr_Format(PyExc_TypeError, "%s() has no argument %R", op->name, name);
+	return false;
+}
+
+static bool read_arguments(const operator_row *op, operator_call *call, PyObject *const *values, PyObject *keywords) {
+	const Py_ssize_t count = keywords ? PyTuple_Size(keywords) : 0;
+	for (Py_ssize_t i = 0; i < count; i++) {
+		PyObject *const value = values[i];
+		if (value == Py_None) continue;
+		PyObject *const name = PyTuple_GetItem(keywords, i);
+		const field *const f = find_field(op, name);
+		if (!f) {
+			if (!option(op, call, name, value)) return false;
+		} else if (f->kind == INPUT || f->kind == OUTPUT || f->kind == PARTS) {
+			call->tensor[call->tensors++] = (tensor_argument){f, value};
+		} else if (!scalar(&call->params, f, value)) {
+			return false;
+		}
+	}
+	return true;
+}
+
+/* A tensor that records gradients would lose them here without a word. */
+static bool no_gradients(const operator_call *call, PyObject *object, const char *name) {
+	if (!call->track || !exchange_api(object)) return true;
+	static PyObject *attribute;
+	if (!attribute) attribute = PyUnicode_InternFromString("requires_grad");
+	PyObject *needs = PyObject_GetAttr(object, attribute);
+	if (!needs) {
+		PyErr_Clear();
+		return true;
+	}
+	const bool wanted = needs == Py_True;
+	Py_DECREF(needs);
+	if (!wanted) return true;
+	PyObject *module = helpers();
+	PyObject *done = module ? PyObject_CallMethod(module, "refuse_gradients", "s", name) : NULL;
+	Py_XDECREF(done);
+	return done != NULL;
+}
+
+static bool import_parts(operator_call *call, const field *f, PyObject *object) {
+	ingot_tensor *const parts = (ingot_tensor *)(void *)((char *)&call->params + f->offset);
+	const bool several = PyList_Check(object) || PyTuple_Check(object);
+	const Py_ssize_t count = several ? PySequence_Size(object) : 1;
+	if (count > INGOT_MERGE_PARTS) {
+		raise_status(INGOT_INVALID,
+		             "%s has %zd parts; at most %d separate ones are allowed, or one array of any number", f->name,
+		             count, (int)INGOT_MERGE_PARTS);
+		return false;
+	}
+	for (Py_ssize_t i = 0; i < count; i++) {
+		PyObject *part = object;
+		if (several) part = PySequence_GetItem(object, i);
+		else Py_INCREF(part);
+		const bool done = part && no_gradients(call, part, f->name) &&
+		                  tensor_import(part, f->name, false, &parts[i], &call->where, &call->held);
+		/* The sequence keeps it alive. */
+		Py_XDECREF(part);
+		if (!done) return false;
+	}
+	return true;
+}
+
+static int result_index(const operator_row *op, const field *f) {
+	for (int i = 0; i < RESULTS_MAX; i++)
+		if (op->results[i] && !strcmp(op->results[i], f->name)) return i;
+	return -1;
+}
+
+static PyObject *first_array(const operator_call *call) {
+	PyObject *object = call->tensor[0].object;
+	if (call->tensor[0].field->kind == PARTS && (PyList_Check(object) || PyTuple_Check(object))) {
+		object = PySequence_GetItem(object, 0);
+		Py_XDECREF(object); /* the sequence keeps it */
+	}
+	return object;
+}
+
+static bool import_tensors(const operator_row *op, operator_call *call) {
+	for (int i = 0; i < call->tensors; i++) {
+		const field *const f = call->tensor[i].field;
+		PyObject *const object = call->tensor[i].object;
+		ingot_tensor *const tensor = (ingot_tensor *)(void *)((char *)&call->params + f->offset);
+		if (f->kind == PARTS) {
+			if (!import_parts(call, f, object)) return false;
+		} else if (!(f->kind == OUTPUT && object == Py_True)) {
+			if (!no_gradients(call, object, f->name) ||
+			    !tensor_import(object, f->name, f->kind == OUTPUT, tensor, &call->where, &call->held))
+				return false;
+			const int result = f->kind == OUTPUT ? result_index(op, f) : -1;
+			if (result >= 0) {
+				Py_INCREF(object);
+				call->result[result] = object;
+			}
+		}
+	}
+	for (int i = 0; i < call->tensors; i++) {
+		const field *const f = call->tensor[i].field;
+		if (f->kind != OUTPUT || call->tensor[i].object != Py_True) continue;
+		ingot_tensor *const tensor = (ingot_tensor *)(void *)((char *)&call->params + f->offset);
+		if (!op->shape) {
+			PyErr_Format(PyExc_TypeError, "%s: %s must be an array", op->name, f->name);
+			return false;
+		}
+		if (!op->shape(&call->params, f->name, tensor)) return false;
+		if (call->explain) continue;
+		const int at = result_index(op, f);
+		call->result[at] =
+			tensor_empty(first_array(call), f->name, tensor, &call->where, &call->held, &call->convert[at]);
+		if (!call->result[at]) return false;
+	}
+	return true;
+}
+
+static PyObject *explained(const operator_row *op, const operator_call *call, ingot_stream stream) {
+	const bool json = !strcmp(call->explain, "json");
+	if (!json && strcmp(call->explain, "text")) {
+		raise_status(INGOT_INVALID, "format is \"%s\"; \"text\" and \"json\" are allowed", call->explain);
+		return NULL;
+	}
+	size_t capacity = 0, needed = 0;
+	char *text = NULL;
+	/* The size may change between the two calls: another thread may have loaded something. */
+	for (;;) {
+		const ingot_status status =
+			op->explain(&call->params, stream, &call->options, json ? INGOT_JSON : INGOT_TEXT, text, capacity, &needed);
+		if (status != INGOT_OK) {
+			raise_status(status, "%s", ingot_last_error());
+			PyMem_Free(text);
+			return NULL;
+		}
+		if (needed <= capacity) break;
+		PyMem_Free(text);
+		capacity = needed;
+		text = PyMem_Malloc(capacity);
+		if (!text) return PyErr_NoMemory();
+	}
+	PyObject *answer = PyUnicode_FromString(text ? text : "");
+	PyMem_Free(text);
+	return answer;
+}
+
+static PyObject *results(operator_call *call) {
+	PyObject *made[RESULTS_MAX];
+	int count = 0;
+	for (int i = 0; i < RESULTS_MAX; i++) {
+		if (!call->result[i]) continue;
+		if (call->convert[i]) {
+			PyObject *converted = PyObject_CallFunctionObjArgs(call->convert[i], call->result[i], NULL);
+			if (!converted) return NULL;
+			Py_DECREF(call->result[i]);
+			call->result[i] = converted;
+		}
+		made[count++] = call->result[i];
+	}
+	if (count == 2) return PyTuple_Pack(2, made[0], made[1]);
+	PyObject *const only = count ? made[0] : Py_None;
+	Py_INCREF(only);
+	return only;
+}
+
+static PyObject *run(const operator_row *op, PyObject *const *values, Py_ssize_t positional, PyObject *keywords) {
+	if (positional) return PyErr_Format(PyExc_TypeError, "%s() takes keywords only", op->name);
+	operator_call call;
+	memset(&call, 0, sizeof call);
+	call.params.struct_size = op->size;
+	call.options.struct_size = sizeof call.options;
+	call.track = true;
+	PyObject *answer = NULL;
+	if (!read_arguments(op, &call, values, keywords) || !import_tensors(op, &call)) goto end;
+	const int32_t kind = call.where.device.device_type;
+	const ingot_stream stream = {
+		.type = kind == kDLCUDA   ? INGOT_CUDA
+	            : kind == kDLROCM ? INGOT_HIP
+	                              : INGOT_CPU,
+		.device = call.where.device.device_id,
+		.handle = (void *)call.where.handle,
+	};
+	if (call.explain) {
+		answer = explained(op, &call, stream);
+		goto end;
+	}
+	ingot_status status;
+	Py_BEGIN_ALLOW_THREADS status = op->run(&call.params, stream, &call.options);
+	Py_END_ALLOW_THREADS if (status != INGOT_OK) raise_status(status, "%s", ingot_last_error());
+	else answer = results(&call);
+end:
+	operator_call_release(&call);
+	return answer;
+}
+
+/* ---- the module -------------------------------------------------------------------------------------------------------- */
+
+#define ENTRY(index, op)                                                                                           \
+	static PyObject *py_##op(PyObject *self, PyObject *const *values, Py_ssize_t positional, PyObject *keywords) { \
+		(void)self;                                                                                                \
+		return run(&operators[index], values, positional, keywords);                                               \
+	}
+ENTRY(0, attn_fwd)
+ENTRY(1, attn_bwd)
+ENTRY(2, attn_merge)
+ENTRY(3, kv_append)
+ENTRY(4, attn_dropout_mask)
+#undef ENTRY
+
+#define METHOD(op) {#op, (PyCFunction)(void (*)(void))py_##op, METH_FASTCALL | METH_KEYWORDS, NULL},
+static PyMethodDef methods[] = {INGOT_OPERATOR_LIST(METHOD){NULL, NULL, 0, NULL}};
+#undef METHOD
+
+static struct PyModuleDef definition = {
+	.m_base = PyModuleDef_HEAD_INIT,
+	.m_name = "ingot._core",
+	.m_doc = "The library's operators as functions of keywords; see ingot.",
+	.m_size = -1,
+	.m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__core(void);
+PyMODINIT_FUNC PyInit__core(void) {
+	for (int i = 0; i < OPERATORS; i++)
+		for (field *f = operators[i].fields; f->kind != END; f++)
+			if (!(f->interned = PyUnicode_InternFromString(f->name))) return NULL;
+	names = (option_names){
+		.backend = PyUnicode_InternFromString("backend"),
+		.image_path = PyUnicode_InternFromString("image_path"),
+		.flags = PyUnicode_InternFromString("flags"),
+		.num_threads = PyUnicode_InternFromString("num_threads"),
+		.stream = PyUnicode_InternFromString("stream"),
+		.explain = PyUnicode_InternFromString("explain"),
+		.track = PyUnicode_InternFromString("track"),
+	};
+	PyObject *module = PyModule_Create(&definition);
+	if (!module) return NULL;
+	if (PyModule_AddStringConstant(module, "version", ingot_version_string())) {
+		Py_DECREF(module);
+		return NULL;
+	}
+	PyObject *statuses = PyDict_New();
+#define STATUS(name, number, text)                               \
+	if (statuses) {                                              \
+		PyObject *value = PyLong_FromLong(number);               \
+		if (value) PyDict_SetItemString(statuses, #name, value); \
+		Py_XDECREF(value);                                       \
+	}
+	INGOT_STATUS_LIST(STATUS)
+#undef STATUS
+	if (!statuses || PyModule_AddObjectRef(module, "statuses", statuses)) {
+		Py_XDECREF(statuses);
+		Py_DECREF(module);
+		return NULL;
+	}
+	Py_DECREF(statuses);
+	return module;
+}
