@@ -32,6 +32,8 @@
 		}                                                                   \
 	} while (0)
 
+static char pack_path[4096];
+
 static int finish(void) {
 	exit(0);
 }
@@ -192,6 +194,24 @@ static bool has_word(const double_event *e, const void *pointer) {
 	return false;
 }
 
+/* A pack's layout, as docs/images.md and pack.h have it: names of implementation and variant, kernels, then the object's place. */
+enum { INDEX = 4096, ENTRY = 512, NAME = 56, KERNEL = 72, KERNELS = 4 };
+
+/* The bytes of arguments that the pack states for a kernel. */
+static uint32_t stated_bytes(const char *implementation, const char *kernel) {
+	FILE *const f = fopen(pack_path, "rb");
+	CHECK(f && !fseek(f, INDEX, SEEK_SET), "%s", pack_path);
+	char entry[ENTRY];
+	uint32_t bytes = 0;
+	while (!bytes && fread(entry, sizeof entry, 1, f) == 1)
+		for (int k = 0; k < KERNELS && !strcmp(entry, implementation); k++) {
+			const char *const at = entry + 2 * NAME + k * KERNEL;
+			if (!strcmp(at, kernel)) memcpy(&bytes, at + KERNEL - sizeof bytes, sizeof bytes);
+		}
+	fclose(f);
+	return bytes;
+}
+
 /* What was queued is the implementation's kernels in their order, each on this stream in this context, with the caller's data;
  * and the workspace, when it is the driver's, is taken before them and given back after. */
 static void check_events(const call *c, const ingot_implementation *impl, int index, ingot_stream stream, void *context,
@@ -222,6 +242,8 @@ static void check_events(const call *c, const ingot_implementation *impl, int in
 				if ((found = !strcmp(variant.kernels[k], e.kernel))) at = k + 1;
 		}
 		CHECK(found, "%s: kernel %s is out of its order", impl->name, e.kernel);
+		CHECK(e.arguments_size == stated_bytes(impl->name, e.kernel), "%s: the image takes %zu bytes, its pack says %u",
+		      e.kernel, e.arguments_size, stated_bytes(impl->name, e.kernel));
 		if (bytes)
 			CHECK(!memcmp(e.arguments, &workspace, sizeof workspace), "%s: %s has another workspace", impl->name,
 			      e.kernel);
@@ -665,7 +687,7 @@ static void test_nameless_error(void **state) {
 
 /* ---- packs ------------------------------------------------------------------------------------------------------------------------- */
 
-static char pack_path[4096], folder[64];
+static char folder[64];
 
 /* The pack with one byte changed, in a folder of its own. */
 static void damaged_pack(long at) {
@@ -720,22 +742,18 @@ static uint64_t digest_of(bool without_packs) {
 	return digest;
 }
 
-/* The entry of an implementation's variant: its object's place in the pack, from the file's documented layout. */
+/* Where the object of an implementation's variant lies in the pack. */
 static long object_of(const char *implementation, const char *variant) {
-	FILE *f = fopen(pack_path, "rb");
-	assert_non_null(f);
-	unsigned char entry[512];
-	long offset = 0;
-	assert_int_equal(fseek(f, 4096, SEEK_SET), 0);
-	while (!offset && fread(entry, sizeof entry, 1, f) == 1)
-		if (!strcmp((char *)entry, implementation) && !strcmp((char *)entry + 56, variant)) {
-			uint64_t at;
-			memcpy(&at, entry + 112 + 4 * 72, sizeof at);
-			offset = (long)at;
-		}
+	FILE *const f = fopen(pack_path, "rb");
+	assert_true(f && !fseek(f, INDEX, SEEK_SET));
+	char entry[ENTRY];
+	uint64_t at = 0;
+	while (!at && fread(entry, sizeof entry, 1, f) == 1)
+		if (!strcmp(entry, implementation) && !strcmp(entry + NAME, variant))
+			memcpy(&at, entry + 2 * NAME + KERNELS * KERNEL, sizeof at);
 	fclose(f);
-	assert_true(offset > 0);
-	return offset;
+	assert_true(at > 0);
+	return (long)at;
 }
 
 static void test_a_damaged_image_never_reaches_the_driver(void **state) {
