@@ -296,7 +296,8 @@ static void add_figures(const ingot__problem *problem, const knowledge *k, ingot
 	ingot__bucket bucket;
 	ingot__bucket_of(problem, &bucket);
 	range found = {0, 0};
-	for (int n = 0; n < NAMES && found.first == found.last; n++) found = nearest(t, of[n], &bucket);
+	for (int n = 0; n < NAMES && found.first == found.last; n++)
+		if (of[n].first < of[n].last) found = nearest(t, of[n], &bucket);
 	for (int i = found.first; i < found.last; i++)
 		for (int c = 0; c < choice->candidates; c++) {
 			ingot__candidate *x = &choice->candidate[c];
