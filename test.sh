@@ -68,6 +68,14 @@ python_tests() {
 		.venv/bin/python -m pytest -q "$@"
 }
 
+# The README's one command in a fresh environment. The build folder stays, so that only a first run compiles everything.
+pip_install() {
+	rm -rf build/pip && python3 -m venv build/pip &&
+		build/pip/bin/python -m pip --disable-pip-version-check install -q -C build-dir="$PWD/build/pip-build" \
+			./python/ingot numpy &&
+		build/pip/bin/python examples/attention.py
+}
+
 # Every image of one architecture and some of each other, with the compiler on PATH or the pinned one; no GPU is needed.
 gpu_images() {
 	INGOT_NVCC=$(command -v nvcc || tools/fetch_nvcc.sh) || return 1
@@ -93,6 +101,7 @@ if [ -z "$quick" ]; then
 	stage "build asan" build asan && stage "C tests and fuzzing, asan" c_tests asan
 	stage "build tsan" build tsan && stage "C tests, tsan" c_tests tsan
 fi
+[ -n "$quick" ] || stage "pip install" pip_install
 if [ -z "$quick" ]; then
 	stage "GPU images" gpu_images && {
 		stage "tests of packs" python_tests tests/python -m images

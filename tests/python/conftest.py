@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("ingot")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "torch: needs torch, as a second oracle")
+    config.addinivalue_line("markers", "torch: needs torch or jax (tests/requirements-torch.txt)")
     config.addinivalue_line("markers", "images: needs nvcc and compiles GPU kernels")
 
 

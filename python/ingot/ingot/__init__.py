@@ -123,7 +123,8 @@ def attention(
     softmax_scale: None or 0 for 1 / sqrt(D). softcap: scores become softcap * tanh(score / softcap).
     bias [B, Hq, Sq, Sk], axes of extent 1 broadcast: of q's type or float32, added to the scores, or bool, false masks.
     alibi [Hq] or [B, Hq], float32 slopes. sink [Hq], float32: one more logit in the denominator.
-    q_lengths, k_lengths [B], int32: how much of each sequence counts; rows past it are not written.
+    q_lengths, k_lengths [B], int32: how much of each sequence counts. Rows past q_lengths are 0 in new results and not written in
+    given ones.
     q_descale, k_descale, v_descale: float32 factors of float8 inputs, [1] or [B, Hk] (q also [B, Hq]).
     dropout_p in [0, 1); dropout_seed and dropout_offset: numbers, or arrays of one uint64 or int64 on the device. Equal
     numbers give the equal mask on every device.
@@ -245,7 +246,7 @@ def attention_varlen(
     max_seqlen_k: no sequence is longer; a longer one is cut. B is taken from the shape of cu_seqlens_q.
 
     Returns the output [1, Hq, Tq, Dv]; with return_lse also the log-sum-exp [Hq, Tq], or [Tq, Hq] by lse_layout "TH". Rows of
-    no sequence are not written. The other arguments are those of `attention`.
+    no sequence are 0 in new results and not written in given ones. The other arguments are those of `attention`.
     """
     mask, left, right = _mask(causal, window)
     seed, seed_ptr = _cell(dropout_seed)

@@ -68,3 +68,8 @@ def empty(like, shape, dtype):
         return numpy.empty(shape, dtype), None
     except TypeError:
         raise error(10, f"numpy has no type {dtype} for the result: give out=") from None
+
+
+def zero(array):
+    """Clears a new array on a GPU."""
+    array.zero_() if _framework(array) == "torch" else array.fill(0)

@@ -481,6 +481,9 @@ static bool import_tensors(const operator_row *op, operator_call *call) {
 		call->result[at] =
 			tensor_empty(first_array(call), f->name, tensor, &call->where, &call->held, &call->convert[at]);
 		if (!call->result[at]) return false;
+		/* Rows of no sequence are not written: they read as 0. */
+		const bool partial = op->run == run_attn_fwd && (call->params.attn_fwd.varlen & 0xff);
+		if (partial && !tensor_zero(call->result[at], tensor, &call->where)) return false;
 	}
 	return true;
 }

@@ -387,3 +387,16 @@ PyObject *tensor_empty(PyObject *like, const char *field, ingot_tensor *tensor, 
 	*convert = NULL;
 	return NULL;
 }
+
+bool tensor_zero(PyObject *object, const ingot_tensor *tensor, const call_device *where) {
+	if (where->device.device_type != kDLCPU) {
+		PyObject *module = helpers();
+		PyObject *done = module ? PyObject_CallMethod(module, "zero", "O", object) : NULL;
+		Py_XDECREF(done);
+		return done != NULL;
+	}
+	size_t bytes = dtypes[row_of(tensor->dtype)].dlpack.bits / 8u;
+	for (int axis = 0; axis < tensor->ndim; axis++) bytes *= (size_t)tensor->shape[axis];
+	if (bytes) memset(tensor->data, 0, bytes);
+	return true;
+}

@@ -47,6 +47,9 @@ bool tensor_import(struct _object *object, const char *field, bool written, ingo
 struct _object *tensor_empty(struct _object *like, const char *field, ingot_tensor *tensor, call_device *where,
                              held_tensors *held, struct _object **convert);
 
+/* Clears an array that tensor_empty has made. */
+bool tensor_zero(struct _object *object, const ingot_tensor *tensor, const call_device *where);
+
 /* Raises ingot's exception for the status; sentence as PyErr_Format takes it. */
 void raise_status(ingot_status status, const char *sentence, ...);
 

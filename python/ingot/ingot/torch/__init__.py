@@ -1,0 +1,458 @@
+"""Ingot's attention as PyTorch operators: autograd, torch.compile, autocast; and in place of PyTorch's own attention.
+
+    import ingot.torch
+    out = ingot.torch.attention(q, k, v, causal=True)      # gradients and torch.compile as with any operator
+    ingot.torch.enable()                                    # F.scaled_dot_product_attention now runs on Ingot
+
+The operators are torch.ops.ingot.attention_forward and attention_backward. On CUDA tensors they run on the current stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor
+
+from .. import (
+    _ALIGN,
+    _CUMULATIVE,
+    _INDIVIDUAL,
+    Align,
+    UnsupportedError,
+    Window,
+    _choice,
+    _core,
+    _mask,
+)
+
+__all__ = ["attention", "attention_varlen", "disable", "enable", "scaled_dot_product_attention", "statistics"]
+
+# ---- the operators ----
+
+_library = torch.library.Library("ingot", "DEF")
+# What forward and backward have in common, after their tensors. varlen, mask, align and lse's layout as in ingot.h.
+_TERMS = (
+    "Tensor? bias, Tensor? alibi, Tensor? sink, Tensor? q_lengths, Tensor? k_lengths, Tensor? dropout_seed, "
+    "float softmax_scale, float softcap, float dropout_p, int mask, int align, int window_left, int window_right, "
+    "int varlen, SymInt batch, SymInt max_seqlen_q, SymInt max_seqlen_k, bool deterministic, str backend"
+)
+_TENSOR_TERMS = 6
+_library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_TERMS}) -> (Tensor out, Tensor lse)")
+_library.define(
+    f"attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TERMS}, bool[5] wanted) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
+)
+
+
+def _dense(x: Optional[Tensor]) -> Optional[Tensor]:
+    """x with its last axis dense, which the library asks for; a copy only where it is not."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _terms(bias, alibi, sink, q_lengths, k_lengths, dropout_seed, softmax_scale, softcap, dropout_p, mask, align,
+           window_left, window_right, varlen, batch, max_seqlen_q, max_seqlen_k, deterministic, backend):  # fmt: skip
+    """The common arguments as keywords of _core; 0 and None are left out."""
+    terms = dict(
+        bias=bias if bias is None or bias.stride(-1) == 0 else _dense(bias), alibi=alibi, sink=sink, q_lengths=q_lengths, k_lengths=k_lengths,
+        dropout_seed_ptr=dropout_seed, softmax_scale=softmax_scale or None, softcap=softcap or None,
+        dropout_p=dropout_p or None, mask=mask or None, align=align or None, window_left=window_left or None,
+        window_right=window_right or None, varlen=varlen or None, batch=batch or None,
+        max_seqlen_q=max_seqlen_q or None, max_seqlen_k=max_seqlen_k or None, flags=1 if deterministic else None,
+        backend=backend or None,
+    )  # fmt: skip
+    return {name: x for name, x in terms.items() if x is not None}
+
+
+def _new_results(q: Tensor, v: Tensor, varlen: int, want_lse: bool = True) -> tuple:
+    """Memory for out, [B, S, H, Dv] in memory as models read it on, and for lse. Rows of no sequence read as 0."""
+    b, h, s, _ = q.shape
+    d = v.shape[3]
+    out = torch.empty_strided((b, h, s, d), (s * h * d, d, h * d, 1), dtype=q.dtype, device=q.device)
+    lse = None
+    if want_lse:
+        lse = torch.empty((h, s) if varlen & 1 else (b, h, s), dtype=torch.float32, device=q.device)
+    if varlen & 0xFF:
+        out.zero_()
+        if want_lse:
+            lse.zero_()
+    return out, lse
+
+
+def _forward(q, k, v, *terms, want_lse=True):
+    out, lse = _new_results(q, v, terms[_VARLEN], want_lse)
+    _core.attn_fwd(q=_dense(q), k=_dense(k), v=_dense(v), out=out, lse=lse, track=False, **_terms(*terms))
+    return out, lse
+
+
+def _forward_fake(q, k, v, *terms):
+    torch._check(q.dim() == 4 and k.dim() == 4 and v.dim() == 4, lambda: "q, k and v have 4 axes")
+    return _new_results(q, v, terms[_VARLEN])
+
+
+def _new_gradients(q, k, v, bias, sink, varlen, wanted):
+    like = (q, k, v, bias, sink)
+    new = torch.zeros_like if varlen else torch.empty_like
+    return tuple(
+        new(x, memory_format=torch.contiguous_format) if want else q.new_empty(0) for x, want in zip(like, wanted)
+    )
+
+
+def _backward(dout, q, k, v, out, lse, *terms_and_wanted):
+    *terms, wanted = terms_and_wanted
+    grads = _new_gradients(q, k, v, terms[0], terms[2], terms[_VARLEN], wanted)
+    names = ("dq", "dk", "dv", "dbias", "dsink")
+    outputs = {name: x for name, x, want in zip(names, grads, wanted) if want}
+    if outputs:
+        _core.attn_bwd(
+            dout=_dense(dout), q=_dense(q), k=_dense(k), v=_dense(v), out=out, lse=lse, track=False,
+            **outputs, **_terms(*terms),
+        )  # fmt: skip
+    return grads
+
+
+def _backward_fake(dout, q, k, v, out, lse, *terms_and_wanted):
+    *terms, wanted = terms_and_wanted
+    return _new_gradients(q, k, v, terms[0], terms[2], terms[_VARLEN], wanted)
+
+
+_VARLEN = [x.split()[1].split("=")[0] for x in _TERMS.split(", ")].index("varlen")
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, *terms = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, *terms[:_TENSOR_TERMS])
+    ctx.terms = terms[_TENSOR_TERMS:]
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, _dlse):
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    bias, _, sink = tensors[:3]
+    nothing = (None,) * (3 + _TENSOR_TERMS + len(ctx.terms))
+    if dout is None:
+        return nothing
+    needed = ctx.needs_input_grad
+    wanted = [*needed[:3], needed[3] and bias is not None, needed[5] and sink is not None]
+    if needed[4]:
+        raise UnsupportedError("alibi: the library computes no gradient of its slopes; detach it", 20)
+    backward = _backward if _unobserved(dout, q, k, v) else torch.ops.ingot.attention_backward
+    grads = backward(dout, q, k, v, out, lse, *tensors, *ctx.terms, wanted)
+    dq, dk, dv, dbias, dsink = (x if want else None for x, want in zip(grads, wanted))
+    return dq, dk, dv, dbias, None, dsink, *nothing[6:]
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention_forward", _forward, _device)
+    _library.impl("attention_backward", _backward, _device)
+torch.library.register_fake("ingot::attention_forward", _forward_fake, lib=_library)
+torch.library.register_fake("ingot::attention_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("ingot::attention_forward", _gradients, setup_context=_setup_context, lib=_library)
+
+
+# ---- without the dispatcher ----
+
+# An operator written in Python costs the dispatcher and its autograd hundreds of microseconds a call. Where nobody looks on
+# (a compiler, a mode, functorch), the same functions are called without them.
+
+
+class _Function(torch.autograd.Function):
+    """What register_autograd makes of the operator."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(torch.autograd.function.once_differentiable(_gradients))
+
+
+try:
+    _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+    _level = torch._C._functorch.maybe_current_level
+    _modes(), _tracing(), _level()
+except AttributeError:  # another version of PyTorch: the dispatcher is always right
+    _modes = lambda: 1
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def _unobserved(*tensors: Optional[Tensor]) -> bool:
+    if torch.compiler.is_compiling() or _modes() or _tracing() is not None or _level() is not None:
+        return False
+    for x in tensors:
+        if type(x) not in _PLAIN:
+            return False
+    return True
+
+
+def _operator(q, k, v, *terms, want_lse=True):
+    tensors = (q, k, v, *terms[:_TENSOR_TERMS])
+    if not _unobserved(*tensors):
+        return torch.ops.ingot.attention_forward(q, k, v, *terms)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return _Function.apply(q, k, v, *terms)
+    return _forward(q, k, v, *terms, want_lse=want_lse)
+
+
+# ---- functions ----
+
+
+def _autocast(*tensors: Optional[Tensor]) -> tuple:
+    """As PyTorch does for its own attention: what is float and not double gets autocast's type."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return tensors
+    to = torch.get_autocast_dtype(device)
+    eligible = lambda x: x is not None and x.is_floating_point() and x.dtype != torch.float64
+    return tuple(x.to(to) if eligible(x) else x for x in tensors)
+
+
+def _seed(q: Tensor, dropout_p: float, dropout_seed: Union[int, Tensor, None]) -> Optional[Tensor]:
+    """The cell with the seed. Drawn on the device by torch's generator, so torch.manual_seed repeats it."""
+    if not dropout_p:
+        return None
+    if dropout_seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    if isinstance(dropout_seed, Tensor):
+        return dropout_seed
+    return torch.tensor([(dropout_seed + 2**63) % 2**64 - 2**63], dtype=torch.int64, device=q.device)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    align: Align = None,
+    softmax_scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    bias: Optional[Tensor] = None,
+    alibi: Optional[Tensor] = None,
+    sink: Optional[Tensor] = None,
+    q_lengths: Optional[Tensor] = None,
+    k_lengths: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Union[int, Tensor, None] = None,
+    return_lse: bool = False,
+    backend: Optional[str] = None,
+    deterministic: Optional[bool] = None,
+) -> Any:
+    """`ingot.attention` as an operator of PyTorch: q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] in float32, float16
+    or bfloat16; returns [B, Hq, Sq, Dv], with return_lse also the log-sum-exp [B, Hq, Sq], which has no gradient.
+
+    Gradients flow into q, k, v, bias (float) and sink. The output lies in memory as [B, S, H, D]; rows past q_lengths are 0.
+    dropout_seed: a number, or an int64 tensor of one element; None: drawn by torch's generator of the device.
+    deterministic: None for torch.are_deterministic_algorithms_enabled(). Under autocast q, k, v and bias are cast as PyTorch's
+    own attention casts them. The other arguments are those of `ingot.attention`.
+    """
+    varlen = (0 if q_lengths is None else _INDIVIDUAL) | (0 if k_lengths is None else _INDIVIDUAL << 8)
+    return _attention(q, k, v, causal, window, align, softmax_scale, softcap, bias, alibi, sink, q_lengths, k_lengths,
+                      dropout_p, dropout_seed, return_lse, backend, deterministic, varlen, 0, 0, 0)  # fmt: skip
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    window: Window = None,
+    align: Align = None,
+    softmax_scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    alibi: Optional[Tensor] = None,
+    sink: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Union[int, Tensor, None] = None,
+    return_lse: bool = False,
+    backend: Optional[str] = None,
+    deterministic: Optional[bool] = None,
+) -> Any:
+    """`ingot.attention_varlen` as an operator of PyTorch: q [1, Hq, Tq, D], k [1, Hk, Tk, D], v [1, Hk, Tk, Dv], sequences
+    stacked along T; cu_seqlens_q and cu_seqlens_k [B + 1], int32. Returns [1, Hq, Tq, Dv], with return_lse also [Hq, Tq].
+
+    Rows of no sequence are 0, in the output and in the gradients. The other arguments are those of `attention`.
+    """
+    return _attention(q, k, v, causal, window, align, softmax_scale, softcap, None, alibi, sink, cu_seqlens_q,
+                      cu_seqlens_k, dropout_p, dropout_seed, return_lse, backend, deterministic,
+                      _CUMULATIVE | _CUMULATIVE << 8, cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k)  # fmt: skip
+
+
+def _attention(q, k, v, causal, window, align, softmax_scale, softcap, bias, alibi, sink, q_lengths, k_lengths,
+               dropout_p, dropout_seed, return_lse, backend, deterministic, varlen, batch, max_seqlen_q,
+               max_seqlen_k):  # fmt: skip
+    q, k, v, bias = _autocast(q, k, v, bias)
+    mask, left, right = _mask(causal, window)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    out, lse = _operator(
+        q, k, v, bias, alibi, sink, q_lengths, k_lengths, _seed(q, dropout_p, dropout_seed), softmax_scale or 0.0,
+        softcap or 0.0, dropout_p, mask or 0, _choice("align", align, _ALIGN) or 0, left or 0, right or 0, varlen,
+        batch, max_seqlen_q, max_seqlen_k, deterministic, backend or "", want_lse=return_lse,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+# ---- in place of PyTorch's own attention ----
+
+_original = torch.nn.functional.scaled_dot_product_attention
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_on_ingot = 0
+_on_original: Counter[str] = Counter()
+
+
+def _prepare(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Union[tuple, str]:
+    """(q, k, v, bias) with four axes each, or why the call is left to PyTorch. Wrong calls are left to it too, for its own
+    message."""
+    tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            return "an argument that is no tensor"
+    if torch.overrides.has_torch_function(tensors):
+        return "a subclass of Tensor"
+    if not torch.compiler.is_compiling() and _level() is not None:
+        return "torch.func"
+    device = q.device
+    if device.type not in ("cpu", "cuda"):
+        return "a device other than cpu and cuda"
+    for x in tensors:
+        if x.is_nested or x.layout != torch.strided:
+            return "a nested or sparse tensor"
+        if x.device != device:
+            return "several devices"
+    axes, dtype = q.dim(), q.dtype
+    if not 2 <= axes <= 4 or k.dim() != axes or v.dim() != axes:
+        return "not 2 to 4 axes, alike in q, k and v"
+    if dtype not in _FLOATS or k.dtype != dtype or v.dtype != dtype:
+        return "a type other than float32, float16 and bfloat16, or not alike in q, k and v"
+    if not 0.0 <= dropout_p < 1.0:
+        return "dropout_p outside [0, 1)"
+    if scale is not None and (scale == 0.0 or not math.isfinite(scale)):
+        return "a scale of 0, NaN or infinity"
+    (*outer, queries, d), (*outer_k, keys, dk), (*outer_v, keys_v, dv) = q.shape, k.shape, v.shape
+    if not (1 <= d <= 512 and 1 <= dv <= 512):
+        return "a head size of 0 or beyond 512"
+    if dk != d or keys_v != keys:
+        return "shapes that do not match"
+    if attn_mask is not None:
+        if is_causal:
+            return "attn_mask together with is_causal"
+        if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
+            return "attn_mask of another type than bool, float32 and q's"
+        if not 2 <= attn_mask.dim() <= axes:
+            return "attn_mask with fewer axes than 2, or more than q"
+
+    if axes < 4:
+        if enable_gqa:
+            return "enable_gqa without an axis of heads"
+        q, k, v = (x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v))
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unsqueeze(1)
+        outer, outer_k, outer_v = ([x.shape[0], 1] for x in (q, k, v))
+    if enable_gqa and (outer_v[1] != outer_k[1] or outer_k[1] == 0 or outer[1] % outer_k[1]):
+        return "shapes that do not match"
+    if outer_k != outer_v or (outer[0] != outer_k[0] if enable_gqa else outer != outer_k):
+        # Extents of 1 stand for all, but under enable_gqa not in the axis of heads.
+        to = [_common(*x) for x in zip(outer, outer_k, outer_v)]
+        to_k = [to[0], outer_k[1] if enable_gqa else to[1]]
+        to = [to[0], outer[1] if enable_gqa else to[1]]
+        for x, wanted in ((outer, to), (outer_k, to_k), (outer_v, to_k)):
+            if any(n not in (1, m) for n, m in zip(x, wanted)):
+                return "shapes that do not match"
+        q, k, v = q.expand(*to, -1, -1), k.expand(*to_k, -1, -1), v.expand(*to_k, -1, -1)
+        outer = to
+    if attn_mask is not None:
+        while attn_mask.dim() < 4:
+            attn_mask = attn_mask.unsqueeze(0)
+        for n, m in zip(attn_mask.shape, (*outer, queries, keys)):
+            if n != 1 and n != m:
+                return "attn_mask that does not broadcast to the scores"
+    return q, k, v, attn_mask
+
+
+def _common(*extents):
+    """The extent that those other than 1 have, if they have one."""
+    for n in extents:
+        if n != 1:
+            return n
+    return 1
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, argument for argument: run by Ingot where it can be, by PyTorch's own
+    function otherwise. `statistics` tells which and why."""
+    global _on_ingot
+    tensors = (query, key, value, attn_mask)
+    cast = _autocast(*tensors) if isinstance(query, Tensor) else tensors
+    prepared = _prepare(*cast, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(prepared, str):
+        if not torch.compiler.is_compiling():
+            _on_original[prepared] += 1
+        return _original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    q, k, v, bias = prepared
+    out, _ = _operator(
+        q, k, v, bias, None, None, None, None, _seed(q, dropout_p, None), scale or 0.0, 0.0, dropout_p,
+        1 if is_causal else 0, 1, 0, 0, 0, 0, 0, 0, torch.are_deterministic_algorithms_enabled(), "", want_lse=False,
+    )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        _on_ingot += 1
+    return out if query.dim() == 4 else out.reshape(*out.shape[: query.dim() - 2], *out.shape[2:])
+
+
+class _Enabled:
+    """What enable returns: as a context manager it brings back what was there before."""
+
+    def __init__(self, before):
+        self._before = before
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        torch.nn.functional.scaled_dot_product_attention = self._before
+
+
+def enable() -> _Enabled:
+    """Puts Ingot in the place of torch.nn.functional.scaled_dot_product_attention, until disable() or, as a context manager,
+    until the end of the block. Code that had imported the function by its name before keeps PyTorch's."""
+    before = torch.nn.functional.scaled_dot_product_attention
+    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+    return _Enabled(before)
+
+
+def disable() -> None:
+    """Puts PyTorch's own function back."""
+    torch.nn.functional.scaled_dot_product_attention = _original
+
+
+def statistics(reset: bool = False) -> dict:
+    """{"ingot": calls of scaled_dot_product_attention that Ingot ran, "original": {why not: calls left to PyTorch}} of this
+    process. Calls of compiled code are not counted. reset: begin anew."""
+    global _on_ingot
+    counted = {"ingot": _on_ingot, "original": dict(_on_original)}
+    if reset:
+        _on_ingot = 0
+        _on_original.clear()
+    return counted

@@ -1,0 +1,487 @@
+"""ingot.torch: its operators and its scaled_dot_product_attention against PyTorch's own in double, by the rule of the
+specification; autograd, torch.compile, autocast, and what is left to PyTorch."""
+
+import gc
+import sys
+import time
+
+import dense
+import ingot
+import judge
+import numpy as np
+import pytest
+from problems import ORACLE_DTYPE
+
+torch = pytest.importorskip("torch", reason="torch is not installed (tests/requirements-torch.txt)")
+pytestmark = pytest.mark.torch
+
+import ingot.torch as it
+from test_torch import TYPES, compare, make
+
+F = torch.nn.functional
+original = it._original
+op = torch.ops.ingot.attention_forward
+
+
+@pytest.fixture(autouse=True)
+def counted_anew():
+    it.statistics(reset=True)
+
+
+def double(x):
+    return x.detach().double().numpy()
+
+
+def held(name, q, k, v, mask=None, causal=False, scale=None, gqa=False, function=it.scaled_dot_product_attention):
+    """Output and gradients of 4-axis tensors, held to PyTorch's in double. The yardstick goes sequence by sequence."""
+    dtype = {kind: name for name, kind in TYPES.items()}[q.dtype]
+    learns = mask is not None and mask.is_floating_point()
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    if learns:
+        leaves.append(mask.detach().requires_grad_())
+        wide.append(mask.detach().double().requires_grad_())
+    how = dict(is_causal=causal, scale=scale, enable_gqa=gqa)
+    out = function(*leaves[:3], attn_mask=leaves[3] if learns else mask, **how)
+    exact = original(*wide[:3], attn_mask=wide[3] if learns else mask, **how)
+    assert out.dtype == q.dtype and out.shape == exact.shape
+    dout = make(dtype, out.shape, seed=77)[0]
+    grads = torch.autograd.grad(out, leaves, dout)
+    true = torch.autograd.grad(exact, wide, dout.double())
+
+    b, h, rows, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    terms = dict(scale=float(np.float32(scale)) if scale else 0.0)
+    table = None if mask is None else mask.detach().expand(b, h, rows, keys)
+    outs, parts = [], {"dq": [], "dk": [], "dv": [], "ds": []}
+    for i in range(b):
+        if causal:
+            terms["valid"] = dense.band(rows, keys, None, 0)
+        if learns:
+            terms["bias"] = double(table[i])
+        elif mask is not None:
+            terms["valid"] = table[i].numpy()
+        outs.append(dense.attend(*(double(x[i]) for x in (q, k, v)), **terms, dtype=ORACLE_DTYPE[dtype])[0])
+        found = dense.gradients(*(double(x[i]) for x in (q, k, v, dout)), **terms, dtype=ORACLE_DTYPE[dtype])
+        for key, values in parts.items():
+            values.append(found[key])
+    compare(f"{name} out", out, exact, np.stack(outs), dtype)
+    for key, got, want in zip(("dq", "dk", "dv"), grads, true):
+        assert got.dtype == q.dtype and got.shape == want.shape
+        own = judge.oracle.round_to(np.stack([x for x, _ in parts[key]]), ORACLE_DTYPE[dtype])
+        compare(f"{name} {key}", got, want, own, dtype, max(x for _, x in parts[key]))
+    if learns:
+        assert grads[3].dtype == mask.dtype and grads[3].shape == mask.shape
+        axes = tuple(i for i in range(4) if mask.shape[i] == 1)
+        size = np.stack([np.full((1, 1, 1), x) for _, x in parts["ds"]])
+        own = np.stack([x for x, _ in parts["ds"]]).sum(axes, keepdims=True)
+        kept = {kind: name for name, kind in TYPES.items()}[mask.dtype]
+        count = np.prod([(b, h, rows, keys)[i] for i in axes]) if axes else 1
+        compare(f"{name} dbias", grads[3], true[3], judge.oracle.round_to(own, ORACLE_DTYPE[kept]), kept, size.max() * count)
+    return out
+
+
+SHAPES = [(1, 1, 1, 1, 8, 8), (2, 4, 33, 17, 64, 64), (1, 2, 65, 129, 64, 40), (2, 2, 7, 200, 128, 128)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", ["none", "causal", "scale"])
+def test_sdpa(dtype, shape, mask):
+    b, h, sq, sk, d, dv = shape
+    q, k, v = make(dtype, (b, h, sq, d), (b, h, sk, d), (b, h, sk, dv), seed=sq)
+    held(mask, q, k, v, causal=mask == "causal", scale=-0.4 if mask == "scale" else None)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", ["bool", "float", "float32"])
+@pytest.mark.parametrize("extents", ["full", "heads", "keys", "rows", "matrix", "batch"])
+def test_masks_broadcast(dtype, kind, extents):
+    b, h, sq, sk = 2, 3, 19, 31
+    q, k, v = make(dtype, (b, h, sq, 64), (b, h, sk, 64), (b, h, sk, 64))
+    shape = dict(
+        full=(b, h, sq, sk), heads=(1, h, sq, sk), keys=(b, 1, 1, sk), rows=(1, 1, sq, 1), matrix=(1, 1, sq, sk),
+        batch=(b, 1, sq, sk),
+    )[extents]  # fmt: skip
+    if kind == "bool":
+        mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) > 0.4
+        mask[..., 0, 0] = True
+    else:
+        mask = make("f32" if kind == "float32" else dtype, shape, seed=5)[0]
+    held(f"{kind} {extents}", q, k, v, mask=mask)
+
+
+def test_masks_of_fewer_axes():
+    q, k, v = make("f32", (2, 3, 5, 16), (2, 3, 7, 16), (2, 3, 7, 16))
+    mask = make("f32", (2, 3, 5, 7))[0]
+    for few in (mask[0, 0], mask[0], mask[0, 0, :1], mask[:1, :1, :, :1], mask.permute(3, 0, 1, 2).permute(1, 2, 3, 0)):
+        got = it.scaled_dot_product_attention(q, k, v, few)
+        assert torch.equal(got, it.scaled_dot_product_attention(q, k, v, few.expand(2, 3, 5, 7).contiguous()))
+        assert (got - original(q, k, v, few)).abs().max() < 1e-5
+    assert not it.statistics(reset=True)["original"]
+
+
+def test_rows_without_a_key():
+    """Rows that a mask empties are 0, and so are their gradients, as PyTorch has it."""
+    q, k, v = (x.requires_grad_() for x in make("f32", (1, 2, 4, 16), (1, 2, 6, 16), (1, 2, 6, 16)))
+    keep = torch.ones(4, 6, dtype=torch.bool)
+    keep[1] = False
+    for mask in (keep, torch.zeros(4, 6).masked_fill(~keep, -torch.inf)):
+        out = it.scaled_dot_product_attention(q, k, v, mask)
+        assert (out[:, :, 1] == 0).all() and (original(q, k, v, mask)[:, :, 1] == 0).all()
+        dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+        assert (dq[:, :, 1] == 0).all() and all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("hq, hk", [(4, 1), (6, 2), (3, 3)])
+def test_grouped_heads(dtype, hq, hk):
+    q, k, v = make(dtype, (2, hq, 21, 64), (2, hk, 40, 64), (2, hk, 40, 64))
+    held("gqa", q, k, v, gqa=True, causal=True)
+
+
+def test_shapes_broadcast():
+    """Batch and heads of extent 1 stand for all, as in PyTorch's formula, and collect the gradients."""
+    q, k, v = make("f32", (2, 4, 9, 16), (1, 4, 11, 16), (2, 1, 11, 16))
+    whole = [x.expand(2, 4, -1, -1).contiguous().requires_grad_() for x in (q, k, v)]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    got, want = (it.scaled_dot_product_attention(*x) for x in (leaves, whole))
+    assert torch.equal(got, want) and (got - original(*leaves)).abs().max() < 1e-5
+    for x, y, leaf in zip(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), whole), leaves):
+        axes = [i for i in range(2) if leaf.shape[i] == 1]
+        assert torch.allclose(x, y.sum(axes, keepdim=True) if axes else y, rtol=0, atol=1e-5)
+    assert not it.statistics(reset=True)["original"]
+
+
+def test_two_and_three_axes():
+    q, k, v = make("f32", (3, 9, 16), (3, 11, 16), (3, 11, 24))
+    mask = torch.rand(3, 9, 11) > 0.3
+    for tensors in ((q, k, v), (q, k, v, mask), (q, k, v, mask[0]), (q[0], k[0], v[0]), (q[0], k[0], v[0], mask[0])):
+        got, want = it.scaled_dot_product_attention(*tensors), original(*tensors)
+        assert got.shape == want.shape and (got - want).abs().max() < 1e-5
+    assert not it.statistics(reset=True)["original"]
+
+
+def test_empty_extents():
+    for sizes in ((0, 2, 5, 7), (2, 0, 5, 7), (2, 3, 0, 7), (2, 3, 5, 0)):
+        b, h, sq, sk = sizes
+        tensors = [torch.randn(b, h, n, 16).requires_grad_() for n in (sq, sk, sk)]
+        got, want = it.scaled_dot_product_attention(*tensors), original(*tensors)
+        assert got.shape == want.shape and torch.equal(got, want)
+        assert all(torch.equal(x, torch.zeros_like(x)) for x in torch.autograd.grad(got.sum(), tensors))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_strides(dtype):
+    """Slices of a packed projection, transposed and expanded views, and a last axis that is not dense."""
+    packed = make(dtype, (2, 33, 3, 4, 64))[0]
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    held("packed", q, k, v, causal=True)
+    held("expanded", q, *(x[:, :1].expand(2, 4, 33, 64) for x in (k, v)))
+    held("odd last axis", *(x.contiguous().transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)))
+    # the gradient of a sum is one number for all
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    got = torch.autograd.grad(it.scaled_dot_product_attention(*leaves).sum(), leaves)
+    ones = torch.ones(2, 4, 33, 64, dtype=q.dtype)
+    want = torch.autograd.grad(it.scaled_dot_product_attention(*leaves), leaves, ones)
+    assert all(torch.equal(x, y) for x, y in zip(got, want))
+
+
+def test_dropout():
+    """The seed is torch's generator's, the mask the library's, and out and gradients are the formula's with that mask."""
+    from ingot import _core
+
+    q, k, v = (x.requires_grad_() for x in make("f32", (2, 3, 20, 16), (2, 3, 30, 16), (2, 3, 30, 16)))
+    torch.manual_seed(12)
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64)
+    torch.manual_seed(12)
+    out = it.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+    torch.manual_seed(12)
+    assert torch.equal(out, it.scaled_dot_product_attention(q, k, v, dropout_p=0.3))
+    assert not torch.equal(out, it.scaled_dot_product_attention(q, k, v, dropout_p=0.3))
+    assert torch.equal(out, it.attention(q, k, v, dropout_p=0.3, dropout_seed=seed))
+    assert torch.equal(out, it.attention(q, k, v, dropout_p=0.3, dropout_seed=int(seed)))
+    keep = torch.empty(2, 3, 20, 30, dtype=torch.bool)
+    _core.attn_dropout_mask(mask=keep, dropout_p=0.3, dropout_seed_ptr=seed)
+    assert 0.25 < 1 - keep.double().mean() < 0.35
+
+    def formula(kind):
+        leaves = [x.detach().to(kind).requires_grad_() for x in (q, k, v)]
+        p = (leaves[0] @ leaves[1].transpose(2, 3) / 4).softmax(-1) * keep / (1 - 0.3)
+        o = p @ leaves[2]
+        return o, *torch.autograd.grad(o, leaves, make("f32", o.shape, seed=1)[0].to(kind))
+
+    got = (out, *torch.autograd.grad(out, (q, k, v), make("f32", out.shape, seed=1)[0]))
+    for name, x, want, own in zip(("out", "dq", "dk", "dv"), got, formula(torch.double), formula(torch.float32)):
+        compare(name, x, want, double(own), "f32")
+    with pytest.raises(RuntimeError):
+        it.scaled_dot_product_attention(q, k, v, dropout_p=1.5)
+
+
+def test_attention_has_every_argument():
+    """ingot.torch.attention is ingot.attention, with gradients."""
+    q, k, v = make("f32", (2, 4, 9, 16), (2, 2, 13, 16), (2, 2, 13, 16))
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32)
+    for given in (
+        dict(causal=True, align="bottom_right"), dict(window=(3, None), align="top_left"), dict(softcap=2.0),
+        dict(softmax_scale=0.2), dict(bias=make("f32", (1, 4, 9, 13))[0]), dict(alibi=torch.rand(4), align="top_left"),
+        dict(sink=torch.randn(4)), dict(k_lengths=ints(13, 4)), dict(backend="reference"), dict(deterministic=True),
+    ):  # fmt: skip
+        out, lse = it.attention(q, k, v, return_lse=True, **given)
+        want = ingot.attention(q, k, v, return_lse=True, **given)
+        assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+    out = it.attention(q, k, v, q_lengths=ints(9, 2))
+    assert (out[1, :, 2:] == 0).all() and torch.equal(out[:1], it.attention(q[:1], k[:1], v[:1]))
+    sink = torch.randn(4, requires_grad=True)
+    (got,) = torch.autograd.grad(it.attention(q, k, v, sink=sink).sum(), sink)
+    wide = sink.detach().double().requires_grad_()
+    s = q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3) / 4
+    p = torch.cat([s, wide.view(1, 4, 1, 1).expand(2, 4, 9, 1)], -1).softmax(-1)[..., :-1]
+    (want,) = torch.autograd.grad((p @ v.double().repeat_interleave(2, 1)).sum(), wide)
+    assert torch.allclose(got.double(), want, rtol=0, atol=1e-4)
+    with pytest.raises(ingot.InvalidError, match="align is UNSET"):
+        it.attention(q, k, v, causal=True)
+    with pytest.raises(ingot.UnsupportedError, match="alibi"):
+        slopes = torch.rand(4, requires_grad=True)
+        it.attention(q, k, v, alibi=slopes, align="top_left").sum().backward()
+    with pytest.raises(ingot.InvalidError, match="q requires a gradient"):
+        ingot.attention(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        ingot.attention(q, k, v)
+
+
+def test_varlen():
+    """Sequences packed on one axis: each as if it were alone, in the output and in the gradients; no other row is touched."""
+    lengths_q, lengths_k = (3, 0, 9), (5, 4, 11)
+    cu = [torch.tensor([0, *np.cumsum(x)], dtype=torch.int32) for x in (lengths_q, lengths_k)]
+    q, k, v = (x.requires_grad_() for x in make("f32", (1, 4, 14, 16), (1, 2, 20, 16), (1, 2, 20, 16)))
+    arguments = dict(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=9, max_seqlen_k=11, causal=True, align="bottom_right")
+    out, lse = it.attention_varlen(q, k, v, return_lse=True, **arguments)
+    dout = make("f32", out.shape, seed=9)[0]
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    assert lse.shape == (4, 14) and (out[:, :, 12:] == 0).all() and (grads[0][:, :, 12:] == 0).all()
+    for i in range(3):
+        rows, keys = (slice(int(x[i]), int(x[i + 1])) for x in cu)
+        own = [x[:, :, y].detach().requires_grad_() for x, y in ((q, rows), (k, keys), (v, keys))]
+        alone = it.attention(*own, causal=True, align="bottom_right")
+        assert torch.allclose(out[:, :, rows], alone, rtol=0, atol=1e-5)
+        for x, y, part in zip(grads, torch.autograd.grad(alone, own, dout[:, :, rows]), (rows, keys, keys)):
+            assert torch.allclose(x[:, :, part], y, rtol=0, atol=1e-5)
+
+
+def terms(bias=None, sink=None, q_lengths=None, k_lengths=None, seed=None, p=0.0, mask=0, varlen=0, sizes=(0, 0, 0)):
+    return (bias, None, sink, q_lengths, k_lengths, seed, 0.0, 0.0, p, mask, 1, 0, 0, varlen, *sizes, False, "")
+
+
+def test_opcheck():
+    q, k, v = (x.requires_grad_() for x in make("f32", (2, 4, 9, 16), (2, 2, 13, 16), (2, 2, 13, 16)))
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32)
+    bias, sink = torch.randn(1, 4, 1, 13, requires_grad=True), torch.randn(4, requires_grad=True)
+    for given in (
+        terms(), terms(mask=1), terms(bias=bias, sink=sink), terms(bias=torch.rand(2, 1, 9, 13) > 0.2),
+        terms(k_lengths=ints(13, 4), varlen=0x0400), terms(p=0.2, seed=torch.tensor([3])),
+    ):  # fmt: skip
+        torch.library.opcheck(op, (q, k, v, *given))
+    stacked = [x.detach().reshape(1, x.shape[1], -1, 16).requires_grad_() for x in (q, k, v)]
+    packed = terms(q_lengths=ints(0, 9, 18), k_lengths=ints(0, 13, 26), varlen=0x0B0B, sizes=(2, 9, 13))
+    torch.library.opcheck(op, (*stacked, *packed))
+
+
+class Block(torch.nn.Module):
+    """A transformer's attention with what surrounds it."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend, self.norm = attend, torch.nn.LayerNorm(64)
+        self.inward, self.outward = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.inward(self.norm(x)).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return x + self.outward(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+ATTENDS = {
+    "attention": lambda q, k, v: it.attention(q, k, v, causal=True),
+    "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(21, 21, dtype=torch.bool).tril(2)),
+}
+
+
+@pytest.mark.parametrize("backend, name", [("inductor", "sdpa"), *(("aot_eager", x) for x in ATTENDS)])
+def test_compile(backend, name):
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    block, x = Block(ATTENDS[name]), torch.randn(2, 21, 64)
+    with it.enable():
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        results = []
+        for module in (block, compiled):
+            y = module(x)
+            results.append((y, *torch.autograd.grad(y.square().sum(), tuple(block.parameters()))))
+    for got, want in zip(*results):
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert it.statistics(reset=True)["original"] == {}
+    exported = []
+
+    def keep(graph, _):
+        exported.extend(str(x.target) for x in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    with it.enable():
+        torch.compile(block, fullgraph=True, backend=keep)(x)
+    assert any("ingot.attention_forward" in x for x in exported)
+    torch._dynamo.reset()
+
+
+def test_compile_with_dropout_and_other_lengths():
+    """Seeds are drawn in the graph, so each call has another; lengths may be dynamic."""
+    torch._dynamo.reset()
+    with it.enable():
+        call = torch.compile(
+            lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager", dynamic=True
+        )
+        for n in (16, 23, 40):
+            q = torch.randn(1, 2, n, 16)
+            torch.manual_seed(n)
+            first, second = call(q), call(q)
+            torch.manual_seed(n)
+            assert not torch.equal(first, second) and torch.equal(call(q), first)
+    torch._dynamo.reset()
+
+
+def test_autocast():
+    q, k, v = (x.requires_grad_() for x in make("f32", (2, 3, 20, 16), (2, 3, 30, 16), (2, 3, 30, 16)))
+    mask = torch.randn(20, 30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = it.scaled_dot_product_attention(q, k, v, mask)
+        assert original(q, k, v, mask).dtype == torch.bfloat16
+        assert it.attention(q, k.bfloat16(), v).dtype == torch.bfloat16
+    cast = [x.bfloat16() for x in (q, k, v, mask)]
+    assert got.dtype == torch.bfloat16 and torch.equal(got, it.scaled_dot_product_attention(*cast))
+    assert [x.dtype for x in torch.autograd.grad(got.sum(), (q, k, v))] == [torch.float32] * 3
+
+
+def test_enable_and_disable():
+    assert F.scaled_dot_product_attention is original
+    with it.enable():
+        assert F.scaled_dot_product_attention is it.scaled_dot_product_attention
+        with it.enable():
+            pass
+        assert F.scaled_dot_product_attention is it.scaled_dot_product_attention
+    assert F.scaled_dot_product_attention is original
+    it.enable()
+    with pytest.raises(KeyError), it.enable():
+        raise KeyError
+    assert F.scaled_dot_product_attention is it.scaled_dot_product_attention
+    it.disable()
+    assert F.scaled_dot_product_attention is original
+
+
+def test_models_of_torch():
+    """nn.MultiheadAttention and an encoder layer, training and not, are the same with Ingot in them."""
+    torch.manual_seed(3)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    x, padding = torch.randn(3, 17, 64), torch.arange(17) >= torch.tensor([[17], [5], [11]])
+    for train in (True, False):
+        layer.train(train)
+        want = layer(x, src_key_padding_mask=padding)
+        grads = torch.autograd.grad(want.square().sum(), tuple(layer.parameters()))
+        it.statistics(reset=True)
+        with it.enable():
+            got = layer(x, src_key_padding_mask=padding)
+        assert it.statistics() == {"ingot": 1, "original": {}}
+        assert torch.allclose(got, want, rtol=0, atol=1e-5)
+        again = torch.autograd.grad(got.square().sum(), tuple(layer.parameters()))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(again, grads))
+
+
+def test_what_is_left_to_torch():
+    """Counted with the reason, and the result, or the refusal, is PyTorch's."""
+    q, k, v = make("f32", (2, 4, 9, 16), (2, 4, 13, 16), (2, 4, 13, 16))
+    wide = [x.double() for x in (q, k, v)]
+    big = torch.randn(1, 1, 3, 600)
+    five = q[None]
+    call = it.scaled_dot_product_attention
+    it.statistics(reset=True)
+    for reason, run in (
+        ("a type other", lambda f: f(*wide)),
+        ("a scale of 0", lambda f: f(q, k, v, scale=0.0)),
+        ("a head size of 0 or beyond 512", lambda f: f(big, big, big)),
+        ("not 2 to 4 axes", lambda f: f(five, five, five)),
+        ("torch.func", lambda f: torch.func.vmap(f)(q, k, v)),
+        ("torch.func", lambda f: torch.func.grad(lambda x: f(x, k, v).sum())(q)),
+        ("enable_gqa without", lambda f: f(q[0], k[0], v[0], enable_gqa=True)),
+        ("shapes that do not match", lambda f: f(q, k[:, :3], v)),
+        ("shapes that do not match", lambda f: f(q, k[..., :8], v)),
+        ("shapes that do not match", lambda f: f(q, k[:, :3], v[:, :3], enable_gqa=True)),
+        ("attn_mask together", lambda f: f(q, k, v, torch.ones(9, 13, dtype=torch.bool), is_causal=True)),
+        ("attn_mask of another type", lambda f: f(q, k, v, torch.ones(9, 13, dtype=torch.float64))),
+        ("attn_mask that does not broadcast", lambda f: f(q, k, v, torch.ones(9, 5))),
+        ("attn_mask with fewer axes", lambda f: f(q, k, v, torch.ones(13))),
+        ("dropout_p outside", lambda f: f(q, k, v, dropout_p=-0.1)),
+        ("an argument that is no tensor", lambda f: f(q, 3, v)),
+        ("a device other", lambda f: f(*(x.to("meta") for x in (q, k, v)))),
+    ):
+        answers = []
+        for function in (call, original):
+            try:
+                answers.append(run(function))
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                answers.append(error)
+        if any(isinstance(x, Exception) for x in answers):
+            assert [type(x) for x in answers[:1]] == [type(x) for x in answers[1:]] and str(answers[0]) == str(answers[1])
+        else:
+            assert answers[0].is_meta or torch.equal(*answers)
+        counted = it.statistics(reset=True)
+        assert counted["ingot"] == 0 and [x.startswith(reason) for x in counted["original"]] == [True], (reason, counted)
+
+
+def test_deterministic_mode_is_passed_on(monkeypatch):
+    q = torch.randn(1, 1, 4, 8)
+    flags = []
+    monkeypatch.setattr(it._core, "attn_fwd", lambda **x: flags.append(x.get("flags")))
+    it.scaled_dot_product_attention(q, q, q)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    it.scaled_dot_product_attention(q, q, q)
+    assert flags == [None, 1]
+
+
+def test_nothing_leaks():
+    """Ten thousand calls, forward and backward, leave no object and no tensor behind."""
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+
+    def once():
+        it.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        with torch.no_grad():
+            ingot.attention(q, q, q, return_lse=True)
+
+    for _ in range(200):
+        once()
+    gc.collect()
+    tensors = lambda: sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    blocks, before = sys.getallocatedblocks(), tensors()
+    for _ in range(10000):
+        once()
+    gc.collect()
+    assert sys.getallocatedblocks() - blocks < 1000 and tensors() - before < 20
+
+
+def test_overhead_is_printed(capsys):
+    x, y = torch.ones(1, 1, 1, 64), torch.ones(1, 1, 1, 64, requires_grad=True)
+    rows = {
+        "ingot.attention": lambda: ingot.attention(x, x, x),
+        "ingot.torch, no gradient": lambda: it.scaled_dot_product_attention(x, x, x),
+        "ingot.torch, gradient": lambda: it.scaled_dot_product_attention(y, y, y),
+        "torch, no gradient": lambda: original(x, x, x),
+        "torch, gradient": lambda: original(y, y, y),
+    }
+    with capsys.disabled():
+        print("\n  1x1x1x64 fp32, processor time, best of 20:")
+        for name, run in rows.items():
+            best = float("inf")
+            for _ in range(20):
+                start = time.process_time()
+                for _ in range(200):
+                    run()
+                best = min(best, (time.process_time() - start) / 200)
+            print(f"  {name:26} {best * 1e6:7.1f} us a call")
