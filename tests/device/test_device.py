@@ -160,6 +160,40 @@ def test_graph_replays_with_other_lengths_and_pages():
             assert (out[i:i + 1].double() - reference(q[i:i + 1], *rows, False)).abs().max() < 2e-2
 
 
+@pytest.mark.parametrize("backend", [None, "cuda/attn_fwd_sm80"])
+def test_graph_replays_with_other_stacked_sequences(backend):
+    """More tiles than multiprocessors: where lengths are the device's, their order is made there too."""
+    b, hq, hk, d, most, total = 40, 8, 2, 128, 600, 8000
+    q, k, v = randn(1, hq, total, d), randn(1, hk, total, d), randn(1, hk, total, d)
+    out, lse = torch.empty_like(q), torch.empty(hq, total, device="cuda")
+    starts = torch.zeros(b + 1, dtype=torch.int32, device="cuda")
+    stacked = (1, ingot.CUMULATIVE, ingot.REUSE)
+    call = Call("attn_fwd", dict(q=q, k=k, v=v, out=out, lse=lse, q_lengths=starts, k_lengths=starts), backend=backend,
+                varlen=ingot.varlen(q=stacked, k=stacked), batch=b, max_seqlen_q=most, max_seqlen_k=most, **CAUSAL)
+    call("_prepare")
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    torch.manual_seed(3)
+    for lengths in (torch.randint(0, 400, (b,)), torch.tensor([600, 0, 1] + [5] * 37), torch.tensor([0] * 39 + [600])):
+        lengths = lengths.clamp(max=most) * (lengths.cumsum(0) <= total)
+        starts[1:] = lengths.cumsum(0)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        at = 0
+        for n in lengths.tolist():
+            rows = slice(at, at + n)
+            if n:
+                want = reference(q[:, :, rows], k[:, :, rows], v[:, :, rows], True)
+                assert (out[:, :, rows].double() - want).abs().max() < 2e-2
+            at += n
+        assert not lse[:, :at].isnan().any()
+        assert out[:, :, at:].isnan().all() and lse[:, at:].isnan().all()
+
+
 def test_capture_without_a_workspace_is_refused_and_breaks_nothing():
     fwd, dout = attention()
     call = Call("attn_bwd", {**fwd, "dout": dout, "dq": torch.zeros_like(dout)}, workspace=False, **CAUSAL)

@@ -1,20 +1,22 @@
 /*
  * Attention forward on Hopper (sm_90a), in 16-bit types, by warpgroup products and the copy engine.
  *
- * A block stays on its multiprocessor and works through tiles of query rows: a warpgroup of helpers, and two or three warpgroups that
- * own 64 rows each. Of the helpers, one warp decodes the next tiles, two have the copy engine fetch Q and K, and V, into rings, and one clears
- * rows of V that belong to no pair. A row warpgroup walks the keys from the last block to the first and keeps two products in flight,
- * S of this block and P V of the one before, under which it does the softmax. What limits it is the length of that softmax, so:
+ * A block stays on its multiprocessor and works through tiles of query rows: a warpgroup of helpers, and two or three
+ * warpgroups that own 64 rows each. Of the helpers, one warp decodes the next tiles, two have the copy engine fetch Q and
+ * K, and V, into rings, and one clears rows of V that belong to no pair. A row warpgroup walks the keys from the last block
+ * to the first and keeps two products in flight, S of this block and P V of the one before, under which it does the
+ * softmax. What limits it is the length of that softmax, so:
  *
- * There is no row maximum in the loop. A block whose row maxima are taken (the first of a tile, and masked ones) sets the reference
- * that exponents are taken against; later blocks keep it, since softmax does not depend on it and P holds weights far above 1. The
- * sums of a block, which are needed anyway, tell whether some weight left that range. Then, which is rare, a warp computes its scores
- * once more from what still lies in shared memory, takes maxima, and goes on taking them to the end of the tile: no data costs more than
- * one such repetition per warp and tile.
+ * There is no row maximum in the loop. A block whose row maxima are taken (the first of a tile, and masked ones) sets the
+ * reference that exponents are taken against; later blocks keep it, since softmax does not depend on it and P holds weights
+ * far above 1. The sums of a block, which are needed anyway, tell whether some weight left that range. Then, which is rare,
+ * a warp computes its scores once more from what still lies in shared memory, takes maxima, and goes on taking them to the
+ * end of the tile: no data costs more than one such repetition per warp and tile.
  */
 #include "sm90.h"
 
-enum { CLASS_PLAIN, CLASS_MASKED }; /* masked: causal, window, variable length */
+/* masked: causal, window, variable length; capped: also softcap */
+enum { CLASS_PLAIN, CLASS_MASKED, CLASS_CAPPED, CLASSES };
 enum { Q_MAP, K_MAP, V_MAP, OUT_MAP, MAPS };
 enum { TILES_PER_HEAD, SECTION, ORDERED, EVEN, STEPS }; /* numbers */
 /* Bits of STEPS: axes along which a tensor moves. Others are broadcast by stride 0, which the copy engine does not know. */
@@ -46,12 +48,12 @@ enum { ORDER_THREADS = 1024, LENGTHS = 2 * ORDER_THREADS, PLACES = 1 << 22 };
 
 #ifdef INGOT_HOST
 
-#define IMAGES(type, number, head, value)                                                                             \
-	{type "_d" #head "v" #value "_plain", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=0", 16}, \
-	{                                                                                                                 \
-		type "_d" #head "v" #value "_masked", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=1",  \
-			16                                                                                                        \
-	}
+#define IMAGE(type, number, head, value, class, name)                                                                  \
+	{type "_d" #head "v" #value "_" name, "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=" #class, \
+	 0}
+#define IMAGES(type, number, head, value)                                                        \
+	IMAGE(type, number, head, value, 0, "plain"), IMAGE(type, number, head, value, 1, "masked"), \
+		IMAGE(type, number, head, value, 2, "capped")
 #define HEADS(type, number)                                                                     \
 	IMAGES(type, number, 64, 64), IMAGES(type, number, 96, 96), IMAGES(type, number, 128, 128), \
 		IMAGES(type, number, 192, 128), IMAGES(type, number, 192, 192), IMAGES(type, number, 256, 256)
@@ -88,11 +90,10 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	INGOT__REFUSE_IF(p->features & INGOT__PAGED, "pages");
 	INGOT__REFUSE_IF(p->features & (INGOT__BIAS | INGOT__BIAS_BOOL), "a bias");
 	INGOT__REFUSE_IF(p->features & INGOT__ALIBI, "ALiBi");
-	INGOT__REFUSE_IF(p->features & INGOT__SOFTCAP, "a softcap");
 	INGOT__REFUSE_IF(p->features & INGOT__DROPOUT || p->dropout_seed_out.dtype != INGOT_NONE ||
 	                     p->dropout_offset_out.dtype != INGOT_NONE,
 	                 "dropout");
-	INGOT__REFUSE_IF(p->softmax_scale < 0 || p->softmax_scale > 0.69,
+	INGOT__REFUSE_IF(!(p->features & INGOT__SOFTCAP) && (p->softmax_scale < 0 || p->softmax_scale > 0.69),
 	                 "a softmax_scale below 0 or above 0.69: maxima are kept of q.k itself");
 	INGOT__REFUSE_IF(!can_map(&p->q) || !can_map(&p->k) || !can_map(&p->v) || !can_map(&p->out),
 	                 "a row stride of 0 or a stride of 2^40 bytes in q, k, v or out, which the copy engine cannot do");
@@ -100,15 +101,17 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	                 "as many rows as the copy engine cannot count");
 	INGOT__REFUSE_IF((double)tiles_per_head(p, sizes[size].head) * (double)p->batch * (double)p->heads_q > 1e9,
 	                 "more than 1e9 tiles of query rows");
-	const int class = p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED : CLASS_PLAIN;
-	*variant = ((p->q.dtype == INGOT_BF16) * SIZES + size) * 2 + class;
+	const int class = p->features & INGOT__SOFTCAP                  ? CLASS_CAPPED
+	                  : p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED
+	                                                                : CLASS_PLAIN;
+	*variant = ((p->q.dtype == INGOT_BF16) * SIZES + size) * CLASSES + class;
 	return NULL;
 }
 
 static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
 	(void)threads;
 	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
-	const int head = sizes[out->variant / 2 % SIZES].head, value = sizes[out->variant / 2 % SIZES].value;
+	const int head = sizes[out->variant / CLASSES % SIZES].head, value = sizes[out->variant / CLASSES % SIZES].value;
 	const int64_t per_head = tiles_per_head(p, head), tiles = per_head * p->batch * p->heads_q;
 	const int64_t tile_rows = 64 * GROUPS(head), key_bytes = 2 * (p->head_dim + p->head_dim_v);
 	if (tiles == 0 || p->q.shape[2] == 0) return;
@@ -167,7 +170,8 @@ const ingot__impl ingot__impl_attn_fwd_sm90 = {
 #else
 
 enum {
-	MASKED = CLASS == CLASS_MASKED,
+	MASKED = CLASS != CLASS_PLAIN,
+	CAPPED = CLASS == CLASS_CAPPED,
 	OWNERS = GROUPS(HEAD),
 	BM = 64 * OWNERS,
 	BN = KEYS(HEAD, VALUE),
@@ -489,6 +493,16 @@ DEVICE void mask_low(float (&s)[BN / 2], int low0, int low1) {
 	}
 }
 
+/* Products q.k to tanh(q.k scale / softcap), which is the score in units of the cap. */
+DEVICE void cap(float (&s)[BN / 2], float twice) {
+#pragma unroll
+	for (int i = 0; i < BN / 2; i++) {
+		float inverse;
+		asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + fast_exp2(s[i] * twice)));
+		s[i] = fmaf(-2.0f, inverse, 1.0f);
+	}
+}
+
 /* Scores to weights 2^(s unit - shift), and their sums. */
 DEVICE void weigh(float (&s)[BN / 2], float unit, float shift0, float shift1, float &sum0, float &sum1) {
 	float a = 0, b = 0, c = 0, d = 0;
@@ -639,6 +653,12 @@ DEVICE void store_nothing(const ingot__gpu_args &a, const tile &t, int first_row
 	}
 }
 
+DEVICE int lane_read() {
+	int lane;
+	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+	return lane;
+}
+
 extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm90(const __grid_constant__ arguments x) {
 	extern __shared__ __align__(1024) unsigned char memory[];
 	const ingot__gpu_args &a = x.a;
@@ -679,7 +699,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 	const int group = warpgroup - 1, lane = lane_id();
 	const bool leader = lane == 0;
 	const int my_row = group * 64 + warp * 16 + (lane >> 2), my_column = 2 * (lane & 3);
-	const float unit = a.softmax_scale * LOG2E;
+	const float unit = (CAPPED ? a.softcap : a.softmax_scale) * LOG2E, twice = 2 * a.softmax_scale * LOG2E / a.softcap;
 	const uint64_t k_operand = operand(shared + AT_K, 16), v_operand = operand(shared + AT_V, BN * 128);
 	ring<TILE_STAGES> place = {0, 0};
 	ring<Q_STAGES(HEAD)> q = {0, 0};
@@ -732,6 +752,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 			wgmma_commit();
 			wgmma_wait<0>();
 			pin(s);
+			if (CAPPED) cap(s, twice);
 			if (leader) barrier_arrive(shared + AT_K_EMPTY + 8 * k.stage);
 			k.next();
 			mask(blocks - 1);
@@ -752,7 +773,9 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 				add = 1;
 				wgmma_wait<1>();
 				pin(s);
-				bool moved = false, by_maximum = maxima;
+				if (CAPPED) cap(s, twice);
+				/* what a cap costs hides what a maximum does */
+				bool moved = false, by_maximum = CAPPED || maxima;
 				if (MASKED && (n >= high_from || n < low_to)) {
 					mask(n);
 					by_maximum = true;
@@ -785,6 +808,10 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 			v.next();
 		}
 
+		/* read again here, lest registers hold it, and what comes of it, through the loop */
+		const int lane = lane_read();
+		const bool leader = lane == 0;
+		const int my_row = group * 64 + warp * 16 + (lane >> 2);
 		/* sums over the four lanes of a row, LSE, and the output's factors */
 		r.total0 += lane_xor(r.total0, 1);
 		r.total1 += lane_xor(r.total1, 1);
@@ -807,6 +834,15 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 			if (leader) done_with_tile(shared, place);
 			place.next();
 			continue;
+		}
+
+		/* a row without keys is 0, whatever V is that other rows of the tile see */
+		if (MASKED && __any_sync(0xffffffffu, factor0 == 0.0f || factor1 == 0.0f)) {
+#pragma unroll
+			for (int i = 0; i < VALUE / 2; i += 4) {
+				if (factor0 == 0.0f) out[i] = out[i + 1] = 0;
+				if (factor1 == 0.0f) out[i + 2] = out[i + 3] = 0;
+			}
 		}
 
 		const uint32_t at = OWN_OUT ? AT_OUT + group * OUT_GROUP_BYTES : q.stage * Q_BYTES + group * Q_GROUP_BYTES;
