@@ -350,6 +350,50 @@ static void test_alignment(void **state) {
 	in_child(misaligned, NULL);
 }
 
+/* Tensors as the copy engine takes them: axes without a stride have one place, rows must have one, and lengths that the device
+ * knows have their tiles ordered by a kernel before. */
+static int mapped(void *argument) {
+	(void)argument;
+	call c = forward("attn_fwd_sm90");
+	ingot_attn_fwd_params *const p = &c.params.fwd;
+	const ingot_options o = options_of(&c);
+	const ingot_attn_fwd_params whole = *p;
+	p->k.stride[1] = p->v.stride[0] = p->q.stride[1] = 0;
+	CHECK(!make(&c, RUN, on(0, NULL), &o), "%s", ingot_last_error());
+	CHECK(double_events() == 1 && !*double_faults(), "%d events, %s", double_events(), double_faults());
+	*p = whole;
+	p->v.stride[2] = 0;
+	CHECK(make(&c, RUN, on(0, NULL), &o) == INGOT_UNSUPPORTED && strstr(ingot_last_error(), "row stride of 0"), "%s",
+	      ingot_last_error());
+	*p = whole;
+	enum { SEQUENCES = 50, ROWS = 3000 };
+	p->q = DEVICE_TENSOR(INGOT_BF16, 1, 4, ROWS, 64);
+	p->k = DEVICE_TENSOR(INGOT_BF16, 1, 2, ROWS, 64);
+	p->v = DEVICE_TENSOR(INGOT_BF16, 1, 2, ROWS, 64);
+	p->out = DEVICE_TENSOR(INGOT_BF16, 1, 4, ROWS, 64);
+	p->lse = (ingot_tensor){0};
+	p->q_lengths = p->k_lengths = DEVICE_TENSOR(INGOT_I32, SEQUENCES + 1);
+	p->varlen = INGOT_VARLEN(INGOT_SIDE(1, INGOT_LENGTH_CUMULATIVE, INGOT_POSITION_REUSE),
+	                         INGOT_SIDE(1, INGOT_LENGTH_CUMULATIVE, INGOT_POSITION_REUSE), 0);
+	p->batch = SEQUENCES;
+	p->max_seqlen_q = p->max_seqlen_k = 200;
+	CHECK(!make(&c, WORKSPACE, on(0, NULL), &o) && workspace_bytes, "%s", ingot_last_error());
+	double_forget();
+	CHECK(!make(&c, RUN, on(0, NULL), &o), "%s", ingot_last_error());
+	CHECK(double_events() == 4 && !*double_faults(), "%d events, %s", double_events(), double_faults());
+	const double_event first = double_event_at(1), second = double_event_at(2);
+	CHECK(!strcmp(first.kernel, "attn_fwd_sm90_order") && !strcmp(second.kernel, "attn_fwd_sm90"), "%s, %s",
+	      first.kernel, second.kernel);
+	CHECK(first.arguments_size == second.arguments_size &&
+	          !memcmp(first.arguments, second.arguments, first.arguments_size),
+	      "two argument structs");
+	return finish();
+}
+
+static void test_tensor_maps(void **state) {
+	in_child(mapped, NULL);
+}
+
 /* ---- streams, devices, contexts, capture, fork --------------------------------------------------------------------------------- */
 
 static int wrong_devices(void *argument) {
@@ -783,6 +827,7 @@ int main(void) {
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_every_launch),
 		cmocka_unit_test(test_alignment),
+		cmocka_unit_test(test_tensor_maps),
 		cmocka_unit_test(test_devices),
 		cmocka_unit_test(test_capture),
 		cmocka_unit_test(test_fork),
