@@ -44,11 +44,32 @@ typedef struct ingot__gpu_args {
 	int32_t number[22];
 } ingot__gpu_args;
 
+/* Tiles depend on the shared memory that a block may have: tier 0 has 99 KB, 1 has 163 KB, 2 has 227 KB. Both halves go by the
+ * architecture that the image was built for, which is the device's own: arch.def has no parents of another tier. */
+#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+#define INGOT__TIER 0
+#elif __CUDA_ARCH__ < 900
+#define INGOT__TIER 1
+#else
+#define INGOT__TIER 2
+#endif
+#elif !defined INGOT_HOST
+#define INGOT__TIER 0 /* the compiler's pass over host code */
+#endif
+
 #ifdef INGOT_HOST
+#include <string.h>
+
 #include "../pipeline.h"
 
 _Static_assert(sizeof(ingot__gpu_args) <= INGOT__ARGUMENTS, "the plan holds the arguments");
 _Static_assert(sizeof(ingot__gpu_args) % 8 == 0, "host and device agree on the size");
+
+static inline int ingot__gpu_tier(const ingot__device *device) {
+	if (!strncmp(device->arch, "sm_90", 5) || !strcmp(device->arch, "sm_100")) return 2;
+	return !strcmp(device->arch, "sm_80");
+}
 
 static inline void ingot__gpu_strides(int64_t *to, const ingot_tensor *t, int count) {
 	for (int i = 0; i < count; i++) to[i] = t->stride[i];

@@ -89,7 +89,7 @@ static uint32_t grid(int64_t blocks) {
 static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
 	(void)threads;
 	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
-	const int head = heads[out->variant / 3 % HEAD_COUNT], small = device->shared_most < 160 * 1024,
+	const int head = heads[out->variant / 3 % HEAD_COUNT], small = ingot__gpu_tier(device) == 0,
 			  keys = BLOCK_WARPS(small) * 16;
 	const int64_t mq = p->q_side.max_seqlen, padded = divide_up(mq, ROWS) * ROWS, rows = p->batch * p->heads_q * padded;
 	a->number[KEY_BLOCKS] = (int32_t)divide_up(p->k_side.max_seqlen, keys);
@@ -133,11 +133,7 @@ const ingot__impl ingot__impl_attn_bwd_sm80 = {
 
 #else
 
-#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
-enum { SMALL = 1 };
-#else
-enum { SMALL = 0 };
-#endif
+enum { SMALL = INGOT__TIER == 0 };
 enum {
 	GENERAL = CLASS == CLASS_GENERAL,
 	WARPS = BLOCK_WARPS(SMALL),

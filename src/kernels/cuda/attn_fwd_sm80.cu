@@ -14,14 +14,13 @@
 enum { CLASS_PLAIN, CLASS_MASKED, CLASS_GENERAL };
 enum { BLOCKS_PER_HEAD }; /* numbers */
 
-/* Rows and warps of a block by head size; a device whose blocks have less than 100 KB of shared memory takes half the rows at
- * the largest sizes. */
-#define TILE_ROWS(head, small) ((small) && (head) > 128 ? 64 : 128)
-#define TILE_WARPS(head, small) ((small) && (head) > 128 ? 4 : (head) > 128 ? 8 : 4)
+/* Tiles by head size and by tier of the device. */
+#define TILE_ROWS(head, tier) ((tier) == 0 && (head) > 128 ? 64 : 128)
+#define TILE_WARPS(head, tier) ((tier) > 0 && (head) > 128 ? 8 : 4)
 #define TILE_KEYS(head, general) ((head) <= 64 && !(general) ? 128 : 64)
 #define PANELS(head) (((head) + 63) / 64)
-#define SHARED_BYTES(head, small, general) \
-	((TILE_ROWS(head, small) + 2 * TILE_KEYS(head, general)) * PANELS(head) * 64 * 2)
+#define SHARED_BYTES(head, tier, general) \
+	((TILE_ROWS(head, tier) + 2 * TILE_KEYS(head, general)) * PANELS(head) * 64 * 2)
 
 #ifdef INGOT_HOST
 
@@ -70,9 +69,9 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
 	(void)threads;
 	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
-	const int head = heads[out->variant / 3 % HEAD_COUNT], small = device->shared_most < 110 * 1024,
+	const int head = heads[out->variant / 3 % HEAD_COUNT], tier = ingot__gpu_tier(device),
 			  general = out->variant % 3 == CLASS_GENERAL;
-	const int64_t tiles = (p->q_side.max_seqlen + TILE_ROWS(head, small) - 1) / TILE_ROWS(head, small);
+	const int64_t tiles = (p->q_side.max_seqlen + TILE_ROWS(head, tier) - 1) / TILE_ROWS(head, tier);
 	const int64_t blocks = tiles * p->batch * p->heads_q;
 	const bool cells = p->dropout_seed_out.dtype != INGOT_NONE || p->dropout_offset_out.dtype != INGOT_NONE;
 	a->number[BLOCKS_PER_HEAD] = (int32_t)tiles;
@@ -80,8 +79,8 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	out->steps = 1;
 	out->step[0] = (ingot__step){.name = "rows",
 	                             .kernel = kernels[0],
-	                             .block = {(uint32_t)TILE_WARPS(head, small) * 32, 1, 1},
-	                             .shared_bytes = (uint32_t)SHARED_BYTES(head, small, general),
+	                             .block = {(uint32_t)TILE_WARPS(head, tier) * 32, 1, 1},
+	                             .shared_bytes = (uint32_t)SHARED_BYTES(head, tier, general),
 	                             .grid = {(uint32_t)(blocks < 1            ? 1
 	                                                 : blocks < 2147483647 ? blocks
 	                                                                       : 2147483647),
@@ -105,16 +104,11 @@ const ingot__impl ingot__impl_attn_fwd_sm80 = {
 #else
 #include "../gpu.h"
 
-#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
-enum { SMALL = 1 };
-#else
-enum { SMALL = 0 };
-#endif
 enum {
 	GENERAL = CLASS == CLASS_GENERAL,
-	BM = TILE_ROWS(HEAD, SMALL),
+	BM = TILE_ROWS(HEAD, INGOT__TIER),
 	BN = TILE_KEYS(HEAD, GENERAL),
-	WARPS = TILE_WARPS(HEAD, SMALL),
+	WARPS = TILE_WARPS(HEAD, INGOT__TIER),
 	THREADS = WARPS * 32,
 	MF = BM / WARPS / 16, /* row fragments of a warp */
 	NF = BN / 8,          /* column fragments of S */
