@@ -7,27 +7,34 @@
  * Tiles lie in panels of 64 columns whose 16-byte pieces are exchanged by row, which keeps both ways of reading free of bank
  * conflicts.
  *
- * Three classes: plain (no mask, fixed length), masked (causal, window, variable length), general (any term of the formula, pages).
+ * Four classes: plain (no mask, fixed length), masked (causal, window, variable length), general (any term of the formula, pages),
+ * long (as masked, of more keys than the matrix units' sums bear).
  */
 #include "../gpu_args.h"
 
-enum { CLASS_PLAIN, CLASS_MASKED, CLASS_GENERAL };
-enum { BLOCKS_PER_HEAD }; /* numbers */
+enum { CLASS_PLAIN, CLASS_MASKED, CLASS_GENERAL, CLASS_LONG, CLASSES };
+enum { BLOCKS_PER_HEAD, FOLDED }; /* numbers */
+
+/* Matrix units cut off what they add below the last bit of the sum, so that long sums of one sign drift: of 65,536 equal terms 0.1%
+ * is lost. In more than twice FOLD_KEYS keys the sums go to memory every FOLD_KEYS, and are added there by rounding. It is a class of
+ * its own because the code, run or not, costs the masked kernel registers. */
+#define FOLD_KEYS 8192
 
 /* Tiles by head size and by tier of the device. */
 #define TILE_ROWS(head, tier) ((tier) == 0 && (head) > 128 ? 64 : 128)
 #define TILE_WARPS(head, tier) ((tier) > 0 && (head) > 128 ? 8 : 4)
-#define TILE_KEYS(head, general) ((head) <= 64 && !(general) ? 128 : 64)
+#define TILE_KEYS(head, tier, general) (((head) <= 64 || ((head) > 128 && (tier) == 2)) && !(general) ? 128 : 64)
 #define PANELS(head) (((head) + 63) / 64)
 #define SHARED_BYTES(head, tier, general) \
-	((TILE_ROWS(head, tier) + 2 * TILE_KEYS(head, general)) * PANELS(head) * 64 * 2)
+	((TILE_ROWS(head, tier) + 2 * TILE_KEYS(head, tier, general)) * PANELS(head) * 64 * 2)
 
 #ifdef INGOT_HOST
 
-#define IMAGES(type, number, head)                                                               \
-	{type "_d" #head "_plain", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=0", 512},         \
-		{type "_d" #head "_masked", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=1", 1024}, { \
-		type "_d" #head "_general", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=2", 4096     \
+#define IMAGES(type, number, head)                                                                \
+	{type "_d" #head "_plain", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=0", 512},          \
+		{type "_d" #head "_masked", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=1", 1024},    \
+		{type "_d" #head "_general", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=2", 4096}, { \
+		type "_d" #head "_long", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=3", 1024         \
 	}
 #define HEADS(type, number)                                                                                   \
 	IMAGES(type, number, 64), IMAGES(type, number, 96), IMAGES(type, number, 128), IMAGES(type, number, 192), \
@@ -60,31 +67,38 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	/* the other classes keep maxima of q.k itself, times a scale that must not turn or overflow them */
 	const bool odd_scale = p->softmax_scale < 0 || p->softmax_scale > 0.69;
 	const int class = p->features & terms || odd_scale              ? CLASS_GENERAL
+	                  : p->k_side.max_seqlen > 2 * FOLD_KEYS        ? CLASS_LONG
 	                  : p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED
 	                                                                : CLASS_PLAIN;
-	*variant = ((p->q.dtype == INGOT_BF16) * HEAD_COUNT + head_index(p)) * 3 + class;
+	*variant = ((p->q.dtype == INGOT_BF16) * HEAD_COUNT + head_index(p)) * CLASSES + class;
 	return NULL;
 }
 
 static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
 	(void)threads;
 	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
-	const int head = heads[out->variant / 3 % HEAD_COUNT], tier = ingot__gpu_tier(device),
-			  general = out->variant % 3 == CLASS_GENERAL;
+	const int head = heads[out->variant / CLASSES % HEAD_COUNT], tier = ingot__gpu_tier(device),
+			  general = out->variant % CLASSES == CLASS_GENERAL;
 	const int64_t tiles = (p->q_side.max_seqlen + TILE_ROWS(head, tier) - 1) / TILE_ROWS(head, tier);
 	const int64_t blocks = tiles * p->batch * p->heads_q;
 	const bool cells = p->dropout_seed_out.dtype != INGOT_NONE || p->dropout_offset_out.dtype != INGOT_NONE;
+	const bool folds = p->k_side.max_seqlen > 2 * FOLD_KEYS;
+	const int64_t most = folds ? 2 * (int64_t)device->multiprocessors : 2147483647;
 	a->number[BLOCKS_PER_HEAD] = (int32_t)tiles;
+	a->number[FOLDED] = folds;
 	if (blocks == 0 && !cells) return;
 	out->steps = 1;
 	out->step[0] = (ingot__step){.name = "rows",
 	                             .kernel = kernels[0],
 	                             .block = {(uint32_t)TILE_WARPS(head, tier) * 32, 1, 1},
 	                             .shared_bytes = (uint32_t)SHARED_BYTES(head, tier, general),
-	                             .grid = {(uint32_t)(blocks < 1            ? 1
-	                                                 : blocks < 2147483647 ? blocks
-	                                                                       : 2147483647),
+	                             .grid = {(uint32_t)(blocks < 1      ? 1
+	                                                 : blocks < most ? blocks
+	                                                                 : most),
 	                                      1, 1}};
+	if (folds) /* a block's sums, and a maximum for each row of a quad's lanes */
+		out->workspace_bytes =
+			(uint64_t)out->step[0].grid[0] * (uint64_t)TILE_ROWS(head, tier) * (uint64_t)(head + 4) * 4;
 }
 
 const ingot__impl ingot__impl_attn_fwd_sm80 = {
@@ -106,13 +120,15 @@ const ingot__impl ingot__impl_attn_fwd_sm80 = {
 
 enum {
 	GENERAL = CLASS == CLASS_GENERAL,
+	FOLDS = GENERAL || CLASS == CLASS_LONG,
 	BM = TILE_ROWS(HEAD, INGOT__TIER),
-	BN = TILE_KEYS(HEAD, GENERAL),
+	BN = TILE_KEYS(HEAD, INGOT__TIER, GENERAL),
 	WARPS = TILE_WARPS(HEAD, INGOT__TIER),
 	THREADS = WARPS * 32,
-	MF = BM / WARPS / 16, /* row fragments of a warp */
-	NF = BN / 8,          /* column fragments of S */
-	DF = HEAD / 8,        /* column fragments of the output */
+	MF = BM / WARPS / 16,  /* row fragments of a warp */
+	NF = BN / 8,           /* column fragments of S */
+	DF = HEAD / 8,         /* column fragments of the output */
+	FOLD = FOLD_KEYS / BN, /* tiles */
 	Q_BYTES = BM * PANELS(HEAD) * 128,
 	K_BYTES = BN * PANELS(HEAD) * 128
 };
@@ -135,6 +151,27 @@ DEVICE void load_keys(const ingot__gpu_args &a, uint32_t to, const element *base
 		copy_async16(to + place<rows>(row + n * PASS, piece),
 		             base + (valid ? key_offset(a, stride, k, list, head_k, r) + piece * 8 : 0), valid);
 	}
+}
+
+/* Adds what a thread keeps in memory, taken against earlier maxima, to its sums, or nothing the first time; then keeps the sums. */
+DEVICE void fold(const ingot__gpu_args &a, float out[MF][DF][4], const float top[MF][2], float unit, bool empty,
+                 bool keep) {
+	float *const kept = (float *)a.workspace + (index_t)blockIdx.x * BM * (HEAD + 4) + thread_id();
+#pragma unroll
+	for (int m = 0; m < MF; m++)
+#pragma unroll
+		for (int half = 0; half < 2; half++) {
+			float *const at = kept + (m * 2 + half) * (DF * 2 + 1) * THREADS;
+			const float was = empty ? -INFINITY : *at, now = top[m][half];
+			const float fade = was == -INFINITY ? 0.0f : fast_exp2((was - now) * unit);
+			if (keep) *at = now;
+#pragma unroll
+			for (int x = 0; x < DF * 2; x++) {
+				float *const sum = &out[m][x / 2][2 * half + x % 2];
+				if (fade != 0.0f) *sum = fmaf(at[(x + 1) * THREADS], fade, *sum);
+				if (keep) at[(x + 1) * THREADS] = *sum, *sum = 0;
+			}
+		}
 }
 
 struct terms { /* of the general class */
@@ -179,11 +216,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 		if (a.seed_out) *a.seed_out = dropout_seed(a);
 		if (a.offset_out) *a.offset_out = dropout_offset(a);
 	}
-	for (index_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-		const int head = (int)(block / tiles % a.heads_q), b = (int)(block / tiles / a.heads_q),
-				  head_k = head / a.group;
+	/* A block that folds has several turns, to and fro over blocks from the longest to the shortest, so that all end together. */
+	const bool folded = FOLDS && a.number[FOLDED];
+	index_t step = 2 * (index_t)gridDim.x - 1 - 2 * blockIdx.x;
+	for (index_t block = blockIdx.x; block < blocks; block += step, step = 2 * (index_t)gridDim.x - step) {
+		const int heads = a.batch * a.heads_q, b_head = (int)(folded ? block % heads : block / tiles);
+		const int head = b_head % a.heads_q, b = b_head / a.heads_q, head_k = head / a.group;
 		/* last rows first: under a causal mask they take longest */
-		const int i0 = (tiles - 1 - (int)(block % tiles)) * BM;
+		const int i0 = (tiles - 1 - (int)(folded ? block / heads : block % tiles)) * BM;
 		span q, k;
 		if (CLASS == CLASS_PLAIN) {
 			q.slot = k.slot = b;
@@ -240,155 +280,163 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 			load_keys<BN>(a, sk, kb, a.k_stride, k, list, head_k, n_last * BN, first, last, a.head_dim);
 		copy_commit();
 
-		for (int n = n_last; n >= n_first; n--) {
-			const int j0 = n * BN;
-			copy_wait<0>();
-			block_barrier(); /* K is here, and V's last reader has gone */
-			load_keys<BN>(a, sv, vb, a.v_stride, k, list, head_k, j0, first, last, a.head_dim_v);
-			copy_commit();
+		int n = n_last;
+		do {
+			const int stop = folded && n / FOLD * FOLD > n_first ? n / FOLD * FOLD : n_first;
+			for (; n >= stop; n--) {
+				const int j0 = n * BN;
+				copy_wait<0>();
+				block_barrier(); /* K is here, and V's last reader has gone */
+				load_keys<BN>(a, sv, vb, a.v_stride, k, list, head_k, j0, first, last, a.head_dim_v);
+				copy_commit();
 
-			float s[MF][NF][4];
+				float s[MF][NF][4];
 #pragma unroll
-			for (int m = 0; m < MF; m++)
+				for (int m = 0; m < MF; m++)
 #pragma unroll
-				for (int c = 0; c < NF; c++) s[m][c][0] = s[m][c][1] = s[m][c][2] = s[m][c][3] = 0;
+					for (int c = 0; c < NF; c++) s[m][c][0] = s[m][c][1] = s[m][c][2] = s[m][c][3] = 0;
 #pragma unroll
-			for (int d = 0; d < HEAD / 16; d++) {
-				uint32_t qf[MF][4];
+				for (int d = 0; d < HEAD / 16; d++) {
+					uint32_t qf[MF][4];
 #pragma unroll
-				for (int m = 0; m < MF; m++) load_matrix4(qf[m], at<BM>(read_q, m * 16, 2 * d));
+					for (int m = 0; m < MF; m++) load_matrix4(qf[m], at<BM>(read_q, m * 16, 2 * d));
 #pragma unroll
-				for (int c = 0; c < NF; c += 2) {
-					uint32_t kf[4];
-					load_matrix4(kf, at<BN>(read_k, c * 8, 2 * d));
+					for (int c = 0; c < NF; c += 2) {
+						uint32_t kf[4];
+						load_matrix4(kf, at<BN>(read_k, c * 8, 2 * d));
 #pragma unroll
-					for (int m = 0; m < MF; m++) {
-						matrix<element>::multiply(s[m][c], qf[m], kf[0], kf[1]);
-						matrix<element>::multiply(s[m][c + 1], qf[m], kf[2], kf[3]);
+						for (int m = 0; m < MF; m++) {
+							matrix<element>::multiply(s[m][c], qf[m], kf[0], kf[1]);
+							matrix<element>::multiply(s[m][c + 1], qf[m], kf[2], kf[3]);
+						}
 					}
 				}
-			}
-			copy_wait<0>();
-			block_barrier(); /* V is here, and K's readers are done */
-			if (n > n_first) load_keys<BN>(a, sk, kb, a.k_stride, k, list, head_k, j0 - BN, first, last, a.head_dim);
-			copy_commit();
+				copy_wait<0>();
+				block_barrier(); /* V is here, and K's readers are done */
+				if (n > n_first)
+					load_keys<BN>(a, sk, kb, a.k_stride, k, list, head_k, j0 - BN, first, last, a.head_dim);
+				copy_commit();
 
-			/* The reference that scores are taken against follows the maximum only when it falls behind by 2^8: weights up to 256
+				/* The reference that scores are taken against follows the maximum only when it falls behind by 2^8: weights up to 256
 			 * lose nothing in either 16-bit type, and in most tiles nothing is reduced across lanes and nothing is rescaled. */
-			const bool whole = j0 >= all_first && j0 + BN <= all_last;
-			bool need = false;
-			float s_best[MF][2];
+				const bool whole = j0 >= all_first && j0 + BN <= all_last;
+				bool need = false;
+				float s_best[MF][2];
 #pragma unroll
-			for (int m = 0; m < MF; m++) {
-				const int row = i0 + (warp * MF + m) * 16 + (lane >> 2);
-				if (GENERAL || !whole) {
+				for (int m = 0; m < MF; m++) {
+					const int row = i0 + (warp * MF + m) * 16 + (lane >> 2);
+					if (GENERAL || !whole) {
+#pragma unroll
+						for (int half = 0; half < 2; half++) {
+							const int i = row + 8 * half;
+							int low = 0, high = k.count;
+							if (CLASS != CLASS_PLAIN) {
+								low = (int)clamp64(i + diagonal - a.left, 0, k.count);
+								high = (int)clamp64(i + diagonal + a.right + 1, 0, k.count);
+							}
+#pragma unroll
+							for (int c = 0; c < NF; c++)
+#pragma unroll
+								for (int e = 2 * half; e < 2 * half + 2; e++) {
+									const int j = j0 + c * 8 + fragment_column(e);
+									if (j < low || j >= high) s[m][c][e] = -INFINITY;
+									else if (GENERAL && i < i1) s[m][c][e] = general_score(a, t, s[m][c][e], i, j);
+								}
+						}
+					}
 #pragma unroll
 					for (int half = 0; half < 2; half++) {
-						const int i = row + 8 * half;
-						int low = 0, high = k.count;
-						if (CLASS != CLASS_PLAIN) {
-							low = (int)clamp64(i + diagonal - a.left, 0, k.count);
-							high = (int)clamp64(i + diagonal + a.right + 1, 0, k.count);
+						float best = -INFINITY;
+#pragma unroll
+						for (int c = 0; c < NF; c++)
+							best = fmaxf(best, fmaxf(s[m][c][2 * half], s[m][c][2 * half + 1]));
+						need |= best > top[m][half] + slack;
+						s_best[m][half] = best;
+					}
+				}
+				if (__any_sync(0xffffffffu, need)) {
+#pragma unroll
+					for (int m = 0; m < MF; m++)
+#pragma unroll
+						for (int half = 0; half < 2; half++) {
+							float best = s_best[m][half];
+							best = fmaxf(best, lane_xor(best, 1));
+							best = fmaxf(best, lane_xor(best, 2));
+							const float was = top[m][half];
+							if (!(best > was + slack)) best = was;
+							const float fade = was == best ? 1.0f : fast_exp2((was - best) * unit);
+							top[m][half] = best;
+							total[m][half] *= fade;
+#pragma unroll
+							for (int d = 0; d < DF; d++) {
+								out[m][d][2 * half] *= fade;
+								out[m][d][2 * half + 1] *= fade;
+							}
 						}
+				}
+#pragma unroll
+				for (int m = 0; m < MF; m++) {
+					const int row = i0 + (warp * MF + m) * 16 + (lane >> 2);
+					(void)row;
+#pragma unroll
+					for (int half = 0; half < 2; half++) {
+						const float base = top[m][half] == -INFINITY ? 0.0f : top[m][half], shift = base * unit;
+						float sum = 0;
 #pragma unroll
 						for (int c = 0; c < NF; c++)
 #pragma unroll
 							for (int e = 2 * half; e < 2 * half + 2; e++) {
-								const int j = j0 + c * 8 + fragment_column(e);
-								if (j < low || j >= high) s[m][c][e] = -INFINITY;
-								else if (GENERAL && i < i1) s[m][c][e] = general_score(a, t, s[m][c][e], i, j);
+								const float x = s[m][c][e];
+								s[m][c][e] = GENERAL ? fast_exp2((x - base) * unit) : fast_exp2(fmaf(x, unit, -shift));
+								sum += s[m][c][e];
 							}
-					}
-				}
-#pragma unroll
-				for (int half = 0; half < 2; half++) {
-					float best = -INFINITY;
-#pragma unroll
-					for (int c = 0; c < NF; c++) best = fmaxf(best, fmaxf(s[m][c][2 * half], s[m][c][2 * half + 1]));
-					need |= best > top[m][half] + slack;
-					s_best[m][half] = best;
-				}
-			}
-			if (__any_sync(0xffffffffu, need)) {
-#pragma unroll
-				for (int m = 0; m < MF; m++)
-#pragma unroll
-					for (int half = 0; half < 2; half++) {
-						float best = s_best[m][half];
-						best = fmaxf(best, lane_xor(best, 1));
-						best = fmaxf(best, lane_xor(best, 2));
-						const float was = top[m][half];
-						if (!(best > was + slack)) best = was;
-						const float fade = was == best ? 1.0f : fast_exp2((was - best) * unit);
-						top[m][half] = best;
-						total[m][half] *= fade;
-#pragma unroll
-						for (int d = 0; d < DF; d++) {
-							out[m][d][2 * half] *= fade;
-							out[m][d][2 * half + 1] *= fade;
-						}
-					}
-			}
-#pragma unroll
-			for (int m = 0; m < MF; m++) {
-				const int row = i0 + (warp * MF + m) * 16 + (lane >> 2);
-				(void)row;
-#pragma unroll
-				for (int half = 0; half < 2; half++) {
-					const float base = top[m][half] == -INFINITY ? 0.0f : top[m][half], shift = base * unit;
-					float sum = 0;
-#pragma unroll
-					for (int c = 0; c < NF; c++)
-#pragma unroll
-						for (int e = 2 * half; e < 2 * half + 2; e++) {
-							const float x = s[m][c][e];
-							s[m][c][e] = GENERAL ? fast_exp2((x - base) * unit) : fast_exp2(fmaf(x, unit, -shift));
-							sum += s[m][c][e];
-						}
-					total[m][half] += sum;
-					if (GENERAL && (a.features & F_DROPOUT)) {
-						const int i = row + 8 * half;
+						total[m][half] += sum;
+						if (GENERAL && (a.features & F_DROPOUT)) {
+							const int i = row + 8 * half;
 #pragma unroll 1
-						for (int c = 0; c < NF; c++) {
-							/* this lane's two columns are half of one draw */
-							const int j = j0 + c * 8 + fragment_column(0);
-							const uint4 w = philox(t.seed, t.offset, dropout_index(a, b, head, i, j));
-							const uint32_t w0 = j & 2 ? w.z : w.x, w1 = j & 2 ? w.w : w.y;
+							for (int c = 0; c < NF; c++) {
+								/* this lane's two columns are half of one draw */
+								const int j = j0 + c * 8 + fragment_column(0);
+								const uint4 w = philox(t.seed, t.offset, dropout_index(a, b, head, i, j));
+								const uint32_t w0 = j & 2 ? w.z : w.x, w1 = j & 2 ? w.w : w.y;
 #pragma unroll
-							for (int x = 0; x < NF; x++)
-								if (x == c) {
-									s[m][x][2 * half] =
-										w0 >= a.dropout_threshold ? s[m][x][2 * half] * a.keep_scale : 0.0f;
-									s[m][x][2 * half + 1] =
-										w1 >= a.dropout_threshold ? s[m][x][2 * half + 1] * a.keep_scale : 0.0f;
-								}
+								for (int x = 0; x < NF; x++)
+									if (x == c) {
+										s[m][x][2 * half] =
+											w0 >= a.dropout_threshold ? s[m][x][2 * half] * a.keep_scale : 0.0f;
+										s[m][x][2 * half + 1] =
+											w1 >= a.dropout_threshold ? s[m][x][2 * half + 1] * a.keep_scale : 0.0f;
+									}
+							}
 						}
 					}
 				}
-			}
 #pragma unroll
-			for (int c = 0; c < NF; c += 2) {
-				uint32_t pf[MF][4];
-#pragma unroll
-				for (int m = 0; m < MF; m++) {
-					pf[m][0] = matrix<element>::pack(s[m][c][0], s[m][c][1]);
-					pf[m][1] = matrix<element>::pack(s[m][c][2], s[m][c][3]);
-					pf[m][2] = matrix<element>::pack(s[m][c + 1][0], s[m][c + 1][1]);
-					pf[m][3] = matrix<element>::pack(s[m][c + 1][2], s[m][c + 1][3]);
-				}
-#pragma unroll
-				for (int d = 0; d < DF; d += 2) {
-					uint32_t vf[4];
-					load_matrix4_transposed(vf, at<BN>(read_v, c * 8, d));
+				for (int c = 0; c < NF; c += 2) {
+					uint32_t pf[MF][4];
 #pragma unroll
 					for (int m = 0; m < MF; m++) {
-						matrix<element>::multiply(out[m][d], pf[m], vf[0], vf[1]);
-						matrix<element>::multiply(out[m][d + 1], pf[m], vf[2], vf[3]);
+						pf[m][0] = matrix<element>::pack(s[m][c][0], s[m][c][1]);
+						pf[m][1] = matrix<element>::pack(s[m][c][2], s[m][c][3]);
+						pf[m][2] = matrix<element>::pack(s[m][c + 1][0], s[m][c + 1][1]);
+						pf[m][3] = matrix<element>::pack(s[m][c + 1][2], s[m][c + 1][3]);
+					}
+#pragma unroll
+					for (int d = 0; d < DF; d += 2) {
+						uint32_t vf[4];
+						load_matrix4_transposed(vf, at<BN>(read_v, c * 8, d));
+#pragma unroll
+						for (int m = 0; m < MF; m++) {
+							matrix<element>::multiply(out[m][d], pf[m], vf[0], vf[1]);
+							matrix<element>::multiply(out[m][d + 1], pf[m], vf[2], vf[3]);
+						}
 					}
 				}
 			}
-		}
+			if (FOLDS && n >= n_first) fold(a, out, top, unit, n + 1 + FOLD > n_last, true);
+		} while (FOLDS && n >= n_first);
 		copy_wait<0>();
+		if (folded && n_last / FOLD * FOLD > n_first) fold(a, out, top, unit, false, false);
 
 		/* Each warp reads and writes its own rows of Q's tile only. */
 		const bool narrow = a.out_dtype == ELEMENT;
