@@ -67,9 +67,9 @@ DEVICE void load_tile(uint32_t to, const element *base, int64_t row_stride, int 
 	}
 }
 
-/* A 16-bit pair into row `row` of a tile, at column 8 * piece + 2 * pair. */
-template <int rows> DEVICE void store_pair(unsigned char *tile, int row, int piece, int pair, uint32_t value) {
-	*(uint32_t *)(tile + place<rows>(row, piece) + pair * 4) = value;
+/* Four bytes, a 16-bit pair, to a shared address. */
+DEVICE void store_shared(uint32_t address, uint32_t value) {
+	asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 #endif
