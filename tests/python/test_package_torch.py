@@ -2,11 +2,13 @@
 specification; autograd, torch.compile, autocast, and what is left to PyTorch."""
 
 import gc
+import re
 import sys
 import time
 
 import dense
 import ingot
+import ingot_ctypes as c
 import judge
 import numpy as np
 import pytest
@@ -436,14 +438,22 @@ def test_what_is_left_to_torch():
         assert counted["ingot"] == 0 and [x.startswith(reason) for x in counted["original"]] == [True], (reason, counted)
 
 
-def test_deterministic_mode_is_passed_on(monkeypatch):
-    q = torch.randn(1, 1, 4, 8)
-    flags = []
-    monkeypatch.setattr(it._core, "attn_fwd", lambda **x: flags.append(x.get("flags")))
-    it.scaled_dot_product_attention(q, q, q)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    it.scaled_dot_product_attention(q, q, q)
-    assert flags == [None, 1]
+def test_settings_of_torch_are_passed_on(monkeypatch):
+    """Its deterministic mode and its number of threads, forward and backward."""
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    seen = []
+
+    def watch(name):
+        run = getattr(it._core, name)
+        monkeypatch.setattr(it._core, name, lambda **x: (seen.append((x.get("flags"), x["num_threads"])), run(**x))[1])
+
+    watch("attn_fwd")
+    watch("attn_bwd")
+    for deterministic, threads in ((False, 3), (True, 1)):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        it.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert seen == [(None, 3)] * 2 + [(1, 1)] * 2
 
 
 def test_nothing_leaks():
@@ -485,3 +495,13 @@ def test_overhead_is_printed(capsys):
                     run()
                 best = min(best, (time.process_time() - start) / 200)
             print(f"  {name:26} {best * 1e6:7.1f} us a call")
+
+
+def test_the_page_runs():
+    """The Python of docs/python.md, as it stands there."""
+    page = (c.ROOT / "docs/python.md").read_text()
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S):
+        it.statistics(reset=True)
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert names["out"].shape == (2, 8, 100, 64)

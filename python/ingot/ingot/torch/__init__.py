@@ -81,9 +81,16 @@ def _new_results(q: Tensor, v: Tensor, varlen: int, want_lse: bool = True) -> tu
     return out, lse
 
 
+def _threads(q: Tensor) -> Optional[int]:
+    """As many as PyTorch's own kernels take."""
+    return torch.get_num_threads() if q.device.type == "cpu" else None
+
+
 def _forward(q, k, v, *terms, want_lse=True):
     out, lse = _new_results(q, v, terms[_VARLEN], want_lse)
-    _core.attn_fwd(q=_dense(q), k=_dense(k), v=_dense(v), out=out, lse=lse, track=False, **_terms(*terms))
+    _core.attn_fwd(
+        q=_dense(q), k=_dense(k), v=_dense(v), out=out, lse=lse, track=False, num_threads=_threads(q), **_terms(*terms)
+    )
     return out, lse
 
 
@@ -108,7 +115,7 @@ def _backward(dout, q, k, v, out, lse, *terms_and_wanted):
     if outputs:
         _core.attn_bwd(
             dout=_dense(dout), q=_dense(q), k=_dense(k), v=_dense(v), out=out, lse=lse, track=False,
-            **outputs, **_terms(*terms),
+            num_threads=_threads(q), **outputs, **_terms(*terms),
         )  # fmt: skip
     return grads
 
