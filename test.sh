@@ -92,6 +92,7 @@ stage "set up" set_up || exit 1
 [ -z "$only_setup" ] || exit 0
 mkdir -p build
 
+stage "pytest-gpu-lease" .venv/bin/python -m pytest -q python/pytest-gpu-lease/tests
 stage "build release" build release -DINGOT_BUILD_PYTHON=ON -DPython_EXECUTABLE="$PWD/.venv/bin/python" && {
 	stage "C tests, release" c_tests release
 	[ -n "$quick" ] || stage "every kernel, level 1" build/release/ingot check --level 1
