@@ -366,6 +366,14 @@ static int mapped(void *argument) {
 	CHECK(make(&c, RUN, on(0, NULL), &o) == INGOT_UNSUPPORTED && strstr(ingot_last_error(), "row stride of 0"), "%s",
 	      ingot_last_error());
 	*p = whole;
+	for (int longer = 0; longer < 2; longer++) {
+		p->k = p->v = DEVICE_TENSOR(INGOT_F16, 2, 2, 16384 + longer, 64);
+		p->q = p->out = DEVICE_TENSOR(INGOT_F16, 2, 4, 130, 64);
+		const ingot_status s = make(&c, WORKSPACE, on(0, NULL), &o);
+		CHECK(longer ? s == INGOT_UNSUPPORTED && strstr(ingot_last_error(), "16384 keys") : !s, "%d: %s", longer,
+		      ingot_last_error());
+	}
+	*p = whole;
 	enum { SEQUENCES = 50, ROWS = 3000 };
 	p->q = DEVICE_TENSOR(INGOT_BF16, 1, 4, ROWS, 64);
 	p->k = DEVICE_TENSOR(INGOT_BF16, 1, 2, ROWS, 64);

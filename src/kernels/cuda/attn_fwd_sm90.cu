@@ -99,6 +99,12 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	                 "a row stride of 0 or a stride of 2^40 bytes in q, k, v or out, which the copy engine cannot do");
 	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR,
 	                 "as many rows as the copy engine cannot count");
+	/* Matrix units cut off what they add below the last bit of the sum: of n equal terms about n / 2^26 is lost, which must stay
+	 * below half a unit of the result's type. */
+	INGOT__REFUSE_IF(p->q.dtype == INGOT_F16 && p->k_side.max_seqlen > 16384,
+	                 "more than 16384 keys in fp16: sums this long lose bits of the result");
+	INGOT__REFUSE_IF(p->k_side.max_seqlen > 131072,
+	                 "more than 131072 keys in bf16: sums this long lose bits of the result");
 	INGOT__REFUSE_IF((double)tiles_per_head(p, sizes[size].head) * (double)p->batch * (double)p->heads_q > 1e9,
 	                 "more than 1e9 tiles of query rows");
 	const int class = p->features & INGOT__SOFTCAP                  ? CLASS_CAPPED
