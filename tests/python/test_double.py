@@ -5,6 +5,7 @@ Marked `images`, as the double's own tests are (tests/double, run by ctest).
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,16 @@ def test_a_gpu_is_there_with_the_double_alone():
     assert all(listed(LD_LIBRARY_PATH=str(DOUBLE)).values())
     if not Path("/dev/nvidiactl").exists():
         assert not any(listed().values())
+
+
+def test_the_python_package_on_a_gpu():
+    """Its GPU half up to the driver: device, stream, results and workspace from the framework, and capture."""
+    pack = Path(os.environ.get("INGOT_IMAGE_PATH") or ingot.ROOT / "build/packs")
+    assert (pack / "ingot-sm_90a.pack").exists(), "./test.sh makes it"
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "double_framework.py", Path(ingot.PATH).parent / "python"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(DOUBLE), "INGOT_IMAGE_PATH": str(pack)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "right\n", done.stdout + done.stderr

@@ -300,6 +300,14 @@ def _pages(page_table: Any, page_indptr: Any, page_indices: Any, lengths: Any, l
     return _INDIVIDUAL if last_page_lengths is None else _LAST_PAGE
 
 
+def _batch(*cumulative: Optional[Array]) -> Optional[int]:
+    """The number of sequences where an array [B + 1] says it; the library holds the others to it."""
+    for x in cumulative:
+        if x is not None:
+            return x.shape[0] - 1
+    return None
+
+
 def attention_paged(
     q: Array,
     k_pages: Array,
@@ -355,9 +363,7 @@ def attention_paged(
     if cu_seqlens_q is not None and q_lengths is not None:
         raise _invalid("q_lengths and cu_seqlens_q: at most one of them is allowed")
     queries = _CUMULATIVE if cu_seqlens_q is not None else 0 if q_lengths is None else _INDIVIDUAL
-    batch = None
-    if cu_seqlens_q is not None or page_indptr is not None:
-        batch = (page_table.shape[0] + 1 if page_indptr is None else page_indptr.shape[0]) - 1
+    batch = _batch(cu_seqlens_q, page_indptr)
     return _core.attn_fwd(
         q=q,
         k=k_pages,
@@ -467,9 +473,7 @@ def append(
     if cu_seqlens_new is not None and new_lengths is not None:
         raise _invalid("new_lengths and cu_seqlens_new: at most one of them is allowed")
     rows = _CUMULATIVE if cu_seqlens_new is not None else 0 if new_lengths is None else _INDIVIDUAL
-    batch = None
-    if cu_seqlens_new is not None or page_indptr is not None:
-        batch = (cu_seqlens_new if page_indptr is None else page_indptr).shape[0] - 1
+    batch = _batch(cu_seqlens_new, page_indptr)
     return _core.kv_append(
         k_new=k_new,
         v_new=v_new,

@@ -543,7 +543,9 @@ static PyObject *run(const operator_row *op, PyObject *const *values, Py_ssize_t
 	call.options.struct_size = sizeof call.options;
 	call.track = true;
 	PyObject *answer = NULL;
-	if (!read_arguments(op, &call, values, keywords) || !import_tensors(op, &call)) goto end;
+	if (!read_arguments(op, &call, values, keywords)) goto end;
+	const bool stream_given = call.where.handle_given;
+	if (!import_tensors(op, &call)) goto end;
 	const int32_t kind = call.where.device.device_type;
 	const ingot_stream stream = {
 		.type = kind == kDLCUDA   ? INGOT_CUDA
@@ -556,10 +558,21 @@ static PyObject *run(const operator_row *op, PyObject *const *values, Py_ssize_t
 		answer = explained(op, &call, stream);
 		goto end;
 	}
-	ingot_status status;
-	Py_BEGIN_ALLOW_THREADS status = op->run(&call.params, stream, &call.options);
-	Py_END_ALLOW_THREADS if (status != INGOT_OK) raise_status(status, "%s", ingot_last_error());
-	else answer = results(&call);
+	framework_memory memory = {.device = call.where.device};
+	/* The framework's memory is in the order of its own stream. */
+	if (stream.type != INGOT_CPU && !stream_given) {
+		memory.api = exchange_api(first_array(&call));
+		if (memory.api && memory.api->managed_tensor_allocator) {
+			call.options.alloc = framework_memory_alloc;
+			call.options.free = framework_memory_free;
+			call.options.alloc_context = &memory;
+		}
+	}
+	PyThreadState *const thread = PyEval_SaveThread();
+	const ingot_status status = op->run(&call.params, stream, &call.options);
+	PyEval_RestoreThread(thread);
+	if (status == INGOT_OK) answer = results(&call);
+	else raise_status(status, "%s", ingot_last_error());
 end:
 	operator_call_release(&call);
 	return answer;

@@ -400,3 +400,26 @@ bool tensor_zero(PyObject *object, const ingot_tensor *tensor, const call_device
 	if (bytes) memset(tensor->data, 0, bytes);
 	return true;
 }
+
+/* ---- workspace --------------------------------------------------------------------------------------------------------- */
+
+static void ignore_error(void *context, const char *kind, const char *message) {
+	(void)context, (void)kind, (void)message; /* the library says what could not be had */
+}
+
+void *framework_memory_alloc(void *context, uint64_t size) {
+	framework_memory *const memory = context;
+	int64_t shape[1] = {(int64_t)size};
+	DLTensor prototype = {.device = memory->device, .ndim = 1, .dtype = {kDLUInt, 8, 1}, .shape = shape};
+	if (memory->block || memory->api->managed_tensor_allocator(&prototype, &memory->block, NULL, ignore_error))
+		return NULL;
+	const DLTensor *const tensor = &memory->block->dl_tensor;
+	return (char *)tensor->data + tensor->byte_offset;
+}
+
+void framework_memory_free(void *context, void *data) {
+	(void)data;
+	framework_memory *const memory = context;
+	if (memory->block && memory->block->deleter) memory->block->deleter(memory->block);
+	memory->block = NULL;
+}

@@ -50,6 +50,17 @@ struct _object *tensor_empty(struct _object *like, const char *field, ingot_tens
 /* Clears an array that tensor_empty has made. */
 bool tensor_zero(struct _object *object, const ingot_tensor *tensor, const call_device *where);
 
+/* Memory of the framework for the library's workspace on a GPU: it is the stream's, and under capture the graph's. Its
+ * functions are ingot_options' alloc and free, for one block at a time; they need no GIL. */
+typedef struct framework_memory {
+	const DLPackExchangeAPI *api;
+	DLDevice device;
+	DLManagedTensorVersioned *block;
+} framework_memory;
+
+void *framework_memory_alloc(void *context, uint64_t size);
+void framework_memory_free(void *context, void *memory);
+
 /* Raises ingot's exception for the status; sentence as PyErr_Format takes it. */
 void raise_status(ingot_status status, const char *sentence, ...);
 
