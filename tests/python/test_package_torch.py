@@ -351,6 +351,44 @@ def test_compile_with_dropout_and_other_lengths():
     torch._dynamo.reset()
 
 
+def test_other_ways_to_record():
+    """Export, tracers, fake tensors and checkpoints all find the operator; a function mode is no reason to leave it."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+    q, longer = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 9, 16)
+    want, model = [Model()(x) for x in (q, longer)], Model()
+    with it.enable():
+        for strict in (False, True):
+            program = torch.export.export(model, (q,), strict=strict, dynamic_shapes={"q": {2: torch.export.Dim("s")}})
+            assert any("ingot.attention_forward" in str(x.target) for x in program.graph.nodes)
+            assert torch.allclose(program.module()(longer), want[1], rtol=0, atol=1e-6)
+        assert "ingot.attention_forward" in make_fx(model)(q).code
+        assert "ingot::attention_forward" in str(torch.jit.trace(lambda x: F.scaled_dot_product_attention(x, x, x), (q,)).graph)
+        with FakeTensorMode() as mode:
+            assert model(mode.from_tensor(longer)).shape == want[1].shape
+        leaf = q.clone().requires_grad_()
+        kept, made_again = model(leaf).sum(), checkpoint(model, leaf, use_reentrant=False).sum()
+        assert torch.equal(*(torch.autograd.grad(x, leaf)[0] for x in (kept, made_again)))
+        with torch.inference_mode(), torch.device("cpu"):
+            assert torch.allclose(model(q), want[0], rtol=0, atol=1e-6)
+    assert it.statistics()["original"] == {}
+
+
+def test_second_derivatives_are_refused():
+    q = torch.randn(1, 2, 5, 16, requires_grad=True)
+    fixed = (*terms(),)
+    for out in (it.attention(q, q, q), op(q, q, q, *fixed)[0]):
+        (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        with pytest.raises(ingot.UnsupportedError, match="second derivatives"):
+            first.sum().backward()
+
+
 def test_autocast():
     q, k, v = (x.requires_grad_() for x in make("f32", (2, 3, 20, 16), (2, 3, 30, 16), (2, 3, 30, 16)))
     mask = torch.randn(20, 30)
@@ -403,6 +441,8 @@ def test_what_is_left_to_torch():
     wide = [x.double() for x in (q, k, v)]
     big = torch.randn(1, 1, 3, 600)
     five = q[None]
+    from torch.testing._internal.two_tensor import TwoTensor
+
     call = it.scaled_dot_product_attention
     it.statistics(reset=True)
     for reason, run in (
@@ -410,6 +450,7 @@ def test_what_is_left_to_torch():
         ("a scale of 0", lambda f: f(q, k, v, scale=0.0)),
         ("a head size of 0 or beyond 512", lambda f: f(big, big, big)),
         ("not 2 to 4 axes", lambda f: f(five, five, five)),
+        ("a subclass", lambda f: f(TwoTensor(q, q), TwoTensor(k, k), TwoTensor(v, v)).a),
         ("torch.func", lambda f: torch.func.vmap(f)(q, k, v)),
         ("torch.func", lambda f: torch.func.grad(lambda x: f(x, k, v).sum())(q)),
         ("enable_gqa without", lambda f: f(q[0], k[0], v[0], enable_gqa=True)),
@@ -468,7 +509,7 @@ def test_nothing_leaks():
     for _ in range(200):
         once()
     gc.collect()
-    tensors = lambda: sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    tensors = lambda: sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
     blocks, before = sys.getallocatedblocks(), tensors()
     for _ in range(10000):
         once()

@@ -9,12 +9,14 @@ The operators are torch.ops.ingot.attention_forward and attention_backward. On C
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .. import (
     _ALIGN,
@@ -52,18 +54,28 @@ def _dense(x: Optional[Tensor]) -> Optional[Tensor]:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def _terms(bias, alibi, sink, q_lengths, k_lengths, dropout_seed, softmax_scale, softcap, dropout_p, mask, align,
-           window_left, window_right, varlen, batch, max_seqlen_q, max_seqlen_k, deterministic, backend):  # fmt: skip
-    """The common arguments as keywords of _core; 0 and None are left out."""
+@functools.lru_cache(maxsize=256)
+def _numbers(softmax_scale, softcap, dropout_p, mask, align, window_left, window_right, varlen, batch, max_seqlen_q,
+             max_seqlen_k, deterministic, backend):  # fmt: skip
+    """What is no tensor of the common arguments as keywords of _core, but for what is 0, the default everywhere."""
     terms = dict(
-        bias=bias if bias is None or bias.stride(-1) == 0 else _dense(bias), alibi=alibi, sink=sink, q_lengths=q_lengths, k_lengths=k_lengths,
-        dropout_seed_ptr=dropout_seed, softmax_scale=softmax_scale or None, softcap=softcap or None,
-        dropout_p=dropout_p or None, mask=mask or None, align=align or None, window_left=window_left or None,
-        window_right=window_right or None, varlen=varlen or None, batch=batch or None,
-        max_seqlen_q=max_seqlen_q or None, max_seqlen_k=max_seqlen_k or None, flags=1 if deterministic else None,
-        backend=backend or None,
+        softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, mask=mask, align=align,
+        window_left=window_left, window_right=window_right, varlen=varlen, batch=batch, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, flags=1 if deterministic else 0, backend=backend,
     )  # fmt: skip
-    return {name: x for name, x in terms.items() if x is not None}
+    return {name: x for name, x in terms.items() if x}
+
+
+def _terms(bias, alibi, sink, q_lengths, k_lengths, dropout_seed, *numbers):
+    """The common arguments as keywords of _core."""
+    if bias is alibi is sink is q_lengths is k_lengths is dropout_seed is None:
+        return _numbers(*numbers)
+    if bias is not None and bias.stride(-1) != 0:
+        bias = _dense(bias)
+    tensors = dict(
+        bias=bias, alibi=alibi, sink=sink, q_lengths=q_lengths, k_lengths=k_lengths, dropout_seed_ptr=dropout_seed
+    )
+    return {**tensors, **_numbers(*numbers)}
 
 
 def _new_results(q: Tensor, v: Tensor, varlen: int, want_lse: bool = True) -> tuple:
@@ -83,7 +95,7 @@ def _new_results(q: Tensor, v: Tensor, varlen: int, want_lse: bool = True) -> tu
 
 def _threads(q: Tensor) -> Optional[int]:
     """As many as PyTorch's own kernels take."""
-    return torch.get_num_threads() if q.device.type == "cpu" else None
+    return torch.get_num_threads() if q.is_cpu else None
 
 
 def _forward(q, k, v, *terms, want_lse=True):
@@ -147,10 +159,16 @@ def _gradients(ctx, dout, _dlse):
     wanted = [*needed[:3], needed[3] and bias is not None, needed[5] and sink is not None]
     if needed[4]:
         raise UnsupportedError("alibi: the library computes no gradient of its slopes; detach it", 20)
-    backward = _backward if _unobserved(dout, q, k, v) else torch.ops.ingot.attention_backward
+    # With grad mode on, gradients of these are wanted in turn: the operator's own autograd refuses those.
+    plain = _unobserved(dout, q, k, v) and not torch.is_grad_enabled()
+    backward = _backward if plain else torch.ops.ingot.attention_backward
     grads = backward(dout, q, k, v, out, lse, *tensors, *ctx.terms, wanted)
     dq, dk, dv, dbias, dsink = (x if want else None for x, want in zip(grads, wanted))
     return dq, dk, dv, dbias, None, dsink, *nothing[6:]
+
+
+def _no_second_derivative(_ctx, *_):
+    raise UnsupportedError("attention: Ingot has no second derivatives; PyTorch's own attention has, on SDPBackend.MATH", 20)
 
 
 for _device in ("CPU", "CUDA"):
@@ -159,6 +177,7 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("ingot::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("ingot::attention_backward", _backward_fake, lib=_library)
 torch.library.register_autograd("ingot::attention_forward", _gradients, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("ingot::attention_backward", _no_second_derivative, lib=_library)
 
 
 # ---- without the dispatcher ----
@@ -176,7 +195,7 @@ class _Function(torch.autograd.Function):
         _setup_context(ctx, inputs, output)
         return output
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(_gradients))
+    backward = staticmethod(_gradients)
 
 
 try:
@@ -213,8 +232,9 @@ def _operator(q, k, v, *terms, want_lse=True):
 
 def _autocast(*tensors: Optional[Tensor]) -> tuple:
     """As PyTorch does for its own attention: what is float and not double gets autocast's type."""
-    device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    q = tensors[0]
+    device = "cpu" if q.is_cpu else "cuda" if q.is_cuda else None
+    if device is None or not torch.is_autocast_enabled(device):
         return tensors
     to = torch.get_autocast_dtype(device)
     eligible = lambda x: x is not None and x.is_floating_point() and x.dtype != torch.float64
@@ -316,6 +336,7 @@ def _attention(q, k, v, causal, window, align, softmax_scale, softcap, bias, ali
 # ---- in place of PyTorch's own attention ----
 
 _original = torch.nn.functional.scaled_dot_product_attention
+_KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _on_ingot = 0
 _on_original: Counter[str] = Counter()
@@ -326,14 +347,12 @@ def _prepare(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Uni
     message."""
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     for x in tensors:
-        if not isinstance(x, Tensor):
-            return "an argument that is no tensor"
-    if torch.overrides.has_torch_function(tensors):
-        return "a subclass of Tensor"
+        if type(x) not in _KINDS:
+            return "a subclass of Tensor" if isinstance(x, Tensor) else "an argument that is no tensor"
     if not torch.compiler.is_compiling() and _level() is not None:
         return "torch.func"
     device = q.device
-    if device.type not in ("cpu", "cuda"):
+    if not (q.is_cpu or q.is_cuda):
         return "a device other than cpu and cuda"
     for x in tensors:
         if x.is_nested or x.layout != torch.strided:
