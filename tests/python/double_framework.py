@@ -172,6 +172,7 @@ for capturing in (False, True):
 
 host = np.zeros((1, 2, 130, 64), np.float32)
 refused("INGOT_INVALID", "k is on cpu:0 and q on cuda:0", lambda: ingot.attention(q, host, v))
+refused("INGOT_INVALID", "out_parts", lambda: ingot.merge([], [], out=out, lse=lse))
 
 
 class Unknown:

@@ -116,7 +116,7 @@ def test_tensor_arguments(rng):
     cells = dict(dropout_seed=np.array([11], np.int64), dropout_offset=np.array([5], np.uint64))
     same(
         [ingot.attention(q, k, v, dropout_p=0.5, **cells)],
-        [ingot.attention(q, k, v, dropout_p=0.5, dropout_seed=11, dropout_offset=5)],
+        [ingot.attention(q, k, v, dropout_p=0.5, dropout_seed=np.int64(11), dropout_offset=5)],
     )
 
 
@@ -251,6 +251,8 @@ def test_refusals(rng):
         (ValueError, "num_threads is 4294967296", lambda: ingot.attention(q, q, q, num_threads=2**32)),
         (ValueError, "out_parts has 9 parts", lambda: ingot.merge([q] * 9, [q[..., 0].copy()] * 9)),
         (ValueError, "exactly one", lambda: ingot.attention_paged(q, k, k, k_lengths=q)),
+        (ValueError, r"cumulative lengths are \[0, 5\]", lambda: ingot.attention_varlen(
+            q, q, q, cu_seqlens_q=[0, 5], cu_seqlens_k=[0, 5], max_seqlen_q=5, max_seqlen_k=5)),
         (TypeError, "q is no array: <class 'int'>", lambda: ingot.attention(1, q, q)),
         (TypeError, "softcap is 'x'; it is a float", lambda: ingot.attention(q, q, q, softcap="x")),
         (TypeError, "unexpected keyword", lambda: ingot.attention(q, q, q, is_causal=True)),

@@ -76,7 +76,17 @@ def _flags(deterministic: bool, batch_invariant: bool, strict: bool) -> Optional
 
 def _cell(value: Any) -> tuple:
     """(number, array of one) of a dropout seed or offset."""
-    return (value, None) if value is None or isinstance(value, int) else (None, value)
+    return (None, value) if hasattr(value, "__dlpack__") else (value, None)
+
+
+def _batch(*cumulative: Optional[Array]) -> Optional[int]:
+    """The number of sequences where an array [B + 1] says it; the library holds the others to it."""
+    for x in cumulative:
+        if x is not None:
+            if len(getattr(x, "shape", ())) != 1:
+                raise _invalid(f"cumulative lengths are {x!r}; an array [B + 1] is allowed")
+            return x.shape[0] - 1
+    return None
 
 
 def attention(
@@ -259,7 +269,7 @@ def attention_varlen(
         out=True if out is None else out,
         lse=(True if return_lse else None) if lse is None else lse,
         varlen=_CUMULATIVE | _CUMULATIVE << 8 | layout << 16,
-        batch=cu_seqlens_q.shape[0] - 1,
+        batch=_batch(cu_seqlens_q),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         q_lengths=cu_seqlens_q,
@@ -298,14 +308,6 @@ def _pages(page_table: Any, page_indptr: Any, page_indices: Any, lengths: Any, l
     if (page_table is None) == (page_indptr is None):
         raise _invalid("page_table and page_indptr with page_indices: exactly one form must be given")
     return _INDIVIDUAL if last_page_lengths is None else _LAST_PAGE
-
-
-def _batch(*cumulative: Optional[Array]) -> Optional[int]:
-    """The number of sequences where an array [B + 1] says it; the library holds the others to it."""
-    for x in cumulative:
-        if x is not None:
-            return x.shape[0] - 1
-    return None
 
 
 def attention_paged(

@@ -232,7 +232,7 @@ static option_names names;
 
 typedef struct tensor_argument {
 	const field *field;
-	PyObject *object; /* borrowed */
+	PyObject *object; /* borrowed: of the caller, or of parts */
 } tensor_argument;
 
 typedef struct operator_call {
@@ -243,6 +243,8 @@ typedef struct operator_call {
 	int tensors;
 	tensor_argument tensor[FIELDS_MAX];
 	bool track;
+	int part_fields;
+	PyObject *parts[2];
 	PyObject *backend, *image_path; /* owned bytes behind the options' strings */
 	const char *explain;            /* NULL, "text" or "json" */
 	PyObject *explain_bytes;
@@ -251,6 +253,7 @@ typedef struct operator_call {
 
 static void operator_call_release(operator_call *call) {
 	held_tensors_release(&call->held);
+	for (int i = 0; i < call->part_fields; i++) Py_DECREF(call->parts[i]);
 	Py_XDECREF(call->backend);
 	Py_XDECREF(call->image_path);
 	Py_XDECREF(call->explain_bytes);
@@ -374,6 +377,15 @@ static bool option(const operator_row *op, operator_call *call, PyObject *name, 
 	return false;
 }
 
+/* The parts as a tuple of the call's own: the caller's list may change while the interpreter runs on. */
+static bool take_parts(operator_call *call, const field *f, PyObject *object, tensor_argument *argument) {
+	const bool several = PyList_Check(object) || PyTuple_Check(object);
+	PyObject *parts = several ? PySequence_Tuple(object) : PyTuple_Pack(1, object);
+	if (!parts) return false;
+	*argument = (tensor_argument){f, call->parts[call->part_fields++] = parts};
+	return true;
+}
+
 static bool read_arguments(const operator_row *op, operator_call *call, PyObject *const *values, PyObject *keywords) {
 	const Py_ssize_t count = keywords ? PyTuple_Size(keywords) : 0;
 	for (Py_ssize_t i = 0; i < count; i++) {
@@ -383,7 +395,9 @@ static bool read_arguments(const operator_row *op, operator_call *call, PyObject
 		const field *const f = find_field(op, name);
 		if (!f) {
 			if (!option(op, call, name, value)) return false;
-		} else if (f->kind == INPUT || f->kind == OUTPUT || f->kind == PARTS) {
+		} else if (f->kind == PARTS) {
+			if (!take_parts(call, f, value, &call->tensor[call->tensors++])) return false;
+		} else if (f->kind == INPUT || f->kind == OUTPUT) {
 			call->tensor[call->tensors++] = (tensor_argument){f, value};
 		} else if (!scalar(&call->params, f, value)) {
 			return false;
@@ -411,10 +425,9 @@ static bool no_gradients(const operator_call *call, PyObject *object, const char
 	return done != NULL;
 }
 
-static bool import_parts(operator_call *call, const field *f, PyObject *object) {
-	ingot_tensor *const parts = (ingot_tensor *)(void *)((char *)&call->params + f->offset);
-	const bool several = PyList_Check(object) || PyTuple_Check(object);
-	const Py_ssize_t count = several ? PySequence_Size(object) : 1;
+static bool import_parts(operator_call *call, const field *f, PyObject *parts) {
+	ingot_tensor *const tensors = (ingot_tensor *)(void *)((char *)&call->params + f->offset);
+	const Py_ssize_t count = PyTuple_Size(parts);
 	if (count > INGOT_MERGE_PARTS) {
 		raise_status(INGOT_INVALID,
 		             "%s has %zd parts; at most %d separate ones are allowed, or one array of any number", f->name,
@@ -422,14 +435,10 @@ static bool import_parts(operator_call *call, const field *f, PyObject *object) 
 		return false;
 	}
 	for (Py_ssize_t i = 0; i < count; i++) {
-		PyObject *part = object;
-		if (several) part = PySequence_GetItem(object, i);
-		else Py_INCREF(part);
-		const bool done = part && no_gradients(call, part, f->name) &&
-		                  tensor_import(part, f->name, false, &parts[i], &call->where, &call->held);
-		/* The sequence keeps it alive. */
-		Py_XDECREF(part);
-		if (!done) return false;
+		PyObject *const part = PyTuple_GetItem(parts, i);
+		if (!no_gradients(call, part, f->name) ||
+		    !tensor_import(part, f->name, false, &tensors[i], &call->where, &call->held))
+			return false;
 	}
 	return true;
 }
@@ -440,13 +449,12 @@ static int result_index(const operator_row *op, const field *f) {
 	return -1;
 }
 
+/* The first array of the call, whose framework makes what is made; NULL if it has none. */
 static PyObject *first_array(const operator_call *call) {
-	PyObject *object = call->tensor[0].object;
-	if (call->tensor[0].field->kind == PARTS && (PyList_Check(object) || PyTuple_Check(object))) {
-		object = PySequence_GetItem(object, 0);
-		Py_XDECREF(object); /* the sequence keeps it */
-	}
-	return object;
+	if (!call->tensors) return NULL;
+	PyObject *const object = call->tensor[0].object;
+	if (call->tensor[0].field->kind != PARTS) return object;
+	return PyTuple_Size(object) ? PyTuple_GetItem(object, 0) : NULL;
 }
 
 static bool import_tensors(const operator_row *op, operator_call *call) {
@@ -561,7 +569,8 @@ static PyObject *run(const operator_row *op, PyObject *const *values, Py_ssize_t
 	framework_memory memory = {.device = call.where.device};
 	/* The framework's memory is in the order of its own stream. */
 	if (stream.type != INGOT_CPU && !stream_given) {
-		memory.api = exchange_api(first_array(&call));
+		PyObject *const first = first_array(&call);
+		memory.api = first ? exchange_api(first) : NULL;
 		if (memory.api && memory.api->managed_tensor_allocator) {
 			call.options.alloc = framework_memory_alloc;
 			call.options.free = framework_memory_free;
