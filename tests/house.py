@@ -122,7 +122,7 @@ def check_includes(path):
                 continue
             if not allowed(path, area(path), target):
                 problem(path, line, f"{area(path)} must not include {target}")
-        elif path.startswith(("tests/api/", "tests/double/", "tests/golden/", "examples/")):
+        elif path.startswith(("tests/api/", "tests/double/", "tests/golden/", "examples/", "python/")):
             if name == "pipeline.h" or name.startswith(("support/", "kernels/", "device/")):
                 problem(path, line, f"{name}: this program sees the public header only")
     if path.startswith("src/") and area(path) != "device":

@@ -242,6 +242,10 @@ def test_attention_has_every_argument():
     assert torch.allclose(got.double(), want, rtol=0, atol=1e-4)
     with pytest.raises(ingot.InvalidError, match="align is UNSET"):
         it.attention(q, k, v, causal=True)
+    with pytest.raises(ingot.InvalidError, match="q has 3 axes"):
+        it.attention(q[0], k, v)
+    with pytest.raises(ingot.InvalidError, match="v has 2 axes"):
+        op(q, k, v[0, 0], *terms())
     with pytest.raises(ingot.UnsupportedError, match="alibi"):
         slopes = torch.rand(4, requires_grad=True)
         it.attention(q, k, v, alibi=slopes, align="top_left").sum().backward()

@@ -27,6 +27,7 @@ from .. import (
     Window,
     _choice,
     _core,
+    _invalid,
     _mask,
 )
 
@@ -80,6 +81,9 @@ def _terms(bias, alibi, sink, q_lengths, k_lengths, dropout_seed, *numbers):
 
 def _new_results(q: Tensor, v: Tensor, varlen: int, want_lse: bool = True) -> tuple:
     """Memory for out, [B, S, H, Dv] in memory as models read it on, and for lse. Rows of no sequence read as 0."""
+    for name, x in (("q", q), ("v", v)):
+        if x.dim() != 4:
+            raise _invalid(f"{name} has {x.dim()} axes; 4 are needed")
     b, h, s, _ = q.shape
     d = v.shape[3]
     out = torch.empty_strided((b, h, s, d), (s * h * d, d, h * d, 1), dtype=q.dtype, device=q.device)
@@ -107,7 +111,6 @@ def _forward(q, k, v, *terms, want_lse=True):
 
 
 def _forward_fake(q, k, v, *terms):
-    torch._check(q.dim() == 4 and k.dim() == 4 and v.dim() == 4, lambda: "q, k and v have 4 axes")
     return _new_results(q, v, terms[_VARLEN])
 
 
