@@ -1,5 +1,6 @@
 """The parts of the extension that are easier in Python: exceptions, and what each framework needs that DLPack leaves open."""
 
+import functools
 import sys
 
 from . import _errors
@@ -18,6 +19,12 @@ def refuse_gradients(name):
             f"{name} requires a gradient, which this function does not record; use ingot.torch.attention, "
             "or torch.no_grad(), or detach it",
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _name(dtype):
+    """numpy makes the name anew each time, which takes longer than a small call."""
+    return getattr(dtype, "name", None)
 
 
 def _framework(array):
@@ -40,7 +47,7 @@ _BITS = {"bfloat16": "uint16"} | {f"float8_{x}": "uint8" for x in ("e4m3fn", "e5
 
 def as_bits(array):
     """(the array as unsigned integers, the name of its type) for numpy arrays of types that numpy does not export."""
-    name = getattr(getattr(array, "dtype", None), "name", None)
+    name = _name(array.dtype) if hasattr(array, "dtype") else None
     return (array.view(_BITS[name]), name) if _framework(array) == "numpy" and name in _BITS else None
 
 
@@ -62,7 +69,7 @@ def empty(like, shape, dtype):
         return numpy.empty(shape, jax.numpy.dtype(dtype)), jax.numpy.asarray
     import numpy
 
-    if getattr(getattr(like, "dtype", None), "name", None) == dtype:
+    if hasattr(like, "dtype") and _name(like.dtype) == dtype:
         return numpy.empty(shape, like.dtype), None
     try:
         return numpy.empty(shape, dtype), None
