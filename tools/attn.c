@@ -9,16 +9,20 @@
 #include "safetensors.h"
 #include "tool.h"
 
+#include <errno.h>
+#include <libgen.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 /* Above this many query-key pairs the fp64 reference takes minutes: it then needs --reference full. */
 #define REFERENCE_PAIRS 0x1p28
 
 typedef struct settings {
 	const char *mask, *window, *align, *dtype, *backend, *out, *reference, *only;
-	double softcap, softmax_scale;
+	double softcap, softmax_scale; /* NaN: not given */
 	int64_t threads, repeats;
 	bool backward, forward, verbose;
 } settings;
@@ -34,6 +38,8 @@ typedef struct layer {
 	ingot_attn_fwd_params fwd;
 	ingot_attn_bwd_params bwd;
 	bool has_dout;
+	bool compared; /* with fp64 */
+	bool passed;
 	oracle truth;
 } layer;
 
@@ -88,15 +94,21 @@ static float *floats(const ingot_tensor *t) {
 	return values;
 }
 
-static bool check_shape(const tool_command *command, const layer *l, const safetensors_entry *e, int ndim,
-                        const int64_t *shape) {
-	bool good = e->ndim == ndim;
-	for (int i = 0; good && i < ndim; i++) good = e->shape[i] == shape[i];
-	if (good) return true;
+static bool is_float(int32_t dtype) {
+	return dtype != INGOT_NONE && dtype < INGOT_I32;
+}
+
+static bool has_shape(const safetensors_entry *e, int ndim, const int64_t *shape) {
+	bool same = e->ndim == ndim;
+	for (int i = 0; same && i < ndim; i++) same = e->shape[i] == shape[i];
+	return same;
+}
+
+static bool check_shape(const tool_command *command, const safetensors_entry *e, int ndim, const int64_t *shape) {
+	if (has_shape(e, ndim, shape)) return true;
 	char text[128] = "";
 	for (int i = 0; i < ndim; i++)
 		snprintf(text + strlen(text), sizeof text - strlen(text), "%s%lld", i ? "," : "", (long long)shape[i]);
-	(void)l;
 	tool_failed(command, "tensor \"%s\" should have the shape [%s]", e->name, text);
 	return false;
 }
@@ -106,7 +118,7 @@ static bool read_lengths(const tool_command *command, layer *l, const char *name
 	const safetensors_entry *e = find(l, name);
 	for (int64_t b = 0; b < l->batch; b++) lengths[b] = most;
 	if (!e) return true;
-	if (!check_shape(command, l, e, 1, &l->batch)) return false;
+	if (!check_shape(command, e, 1, &l->batch)) return false;
 	const int32_t dtype = dtype_of(e->dtype);
 	if (dtype != INGOT_I32 && dtype != INGOT_I64) {
 		tool_failed(command, "tensor \"%s\" has the dtype %s; lengths are I32 or I64", e->name, e->dtype);
@@ -139,7 +151,7 @@ static bool read_number(const tool_command *command, const char *text, const cha
 	char *end;
 	*value = strtod(text, &end);
 	if (end != text && !*end && isfinite(*value)) return true;
-	tool_usage(command, "%s \"%s\" is not a finite number", what, text);
+	tool_failed(command, "%s \"%s\" is not a finite number", what, text);
 	return false;
 }
 
@@ -154,21 +166,63 @@ static bool read_bound(const char *text, char **end, int32_t *bound) {
 	return *end != text && x >= INT32_MIN && x <= INT32_MAX;
 }
 
+static bool read_window(const char *text, int32_t *left, int32_t *right) {
+	char *end;
+	return read_bound(text, &end, left) && *end == ':' && read_bound(end + 1, &end, right) && !*end;
+}
+
+/* The place of text in names, which NULL ends; -1: none. */
+static int place_of(const char *text, const char *const *names) {
+	for (int i = 0; names[i]; i++)
+		if (strcmp(names[i], text) == 0) return i;
+	return -1;
+}
+
+static const char *const masks[] = {
+	[INGOT_MASK_NONE] = "none", [INGOT_MASK_CAUSAL] = "causal", [INGOT_MASK_WINDOW] = "window", NULL};
+static const char *const aligns[] = {
+	[INGOT_ALIGN_UNSET] = "unset", [INGOT_TOP_LEFT] = "top_left", [INGOT_BOTTOM_RIGHT] = "bottom_right", NULL};
+
+/* -1, or the status after a message: the options alone, before any file is read. */
+static int check_options(const tool_command *command, const settings *s) {
+	int32_t left, right;
+	const int32_t dtype = s->dtype ? tool_dtype_parse(s->dtype) : INGOT_F32;
+	if (s->mask && place_of(s->mask, masks) < 0)
+		return tool_usage(command, "--mask \"%s\"; allowed are none, causal, window", s->mask);
+	if (s->align && place_of(s->align, aligns) < 0)
+		return tool_usage(command, "--align \"%s\"; allowed are unset, top_left, bottom_right", s->align);
+	if (s->window && !read_window(s->window, &left, &right))
+		return tool_usage(command, "--window \"%s\"; it is LEFT:RIGHT, each a 32-bit integer or inf", s->window);
+	if (s->window && s->mask && strcmp(s->mask, "window") != 0)
+		return tool_usage(command, "--window %s needs --mask window, not %s", s->window, s->mask);
+	if (s->softcap < 0) return tool_usage(command, "--softcap %g; allowed is 0 (none) or more", s->softcap);
+	if (dtype != INGOT_F32 && dtype != INGOT_F16 && dtype != INGOT_BF16)
+		return tool_usage(command, "--dtype \"%s\"; allowed are f32, f16, bf16", s->dtype);
+	if (strcmp(s->reference, "auto") != 0 && strcmp(s->reference, "full") != 0 && strcmp(s->reference, "none") != 0)
+		return tool_usage(command, "--reference \"%s\"; allowed are auto, full, none", s->reference);
+	if (s->backend && !tool_backend_known(s->backend))
+		return tool_usage(command, "--backend \"%s\" names no family, implementation or variant; see ingot list",
+		                  s->backend);
+	if (s->forward && s->backward) return tool_usage(command, "--forward and --backward exclude each other");
+	return -1;
+}
+
+/* -1, or the status after a message: without bounds a window would be no mask. */
+static int check_window(const tool_command *command, const settings *s, const safetensors *file) {
+	const char *mask = s->mask ? s->mask : safetensors_metadata(file, "mask");
+	if (s->window || !mask || strcmp(mask, "window") != 0 || safetensors_metadata(file, "window_left") ||
+	    safetensors_metadata(file, "window_right"))
+		return -1;
+	return tool_usage(command, "the mask is a window, and neither --window LEFT:RIGHT nor the file says which");
+}
+
+/* Options were checked by check_options; what is wrong here is the file's. */
 static bool read_mask(const tool_command *command, const settings *s, layer *l) {
 	ingot_attn_fwd_params *p = &l->fwd;
-	const char *mask = setting(l, s->window && !s->mask ? "window" : s->mask, "mask", "none");
-	if (strcmp(mask, "none") == 0) {
-		p->mask = INGOT_MASK_NONE;
-	} else if (strcmp(mask, "causal") == 0) {
-		p->mask = INGOT_MASK_CAUSAL;
-	} else if (strcmp(mask, "window") == 0) {
-		p->mask = INGOT_MASK_WINDOW;
-	} else {
-		tool_usage(command, "mask \"%s\"; allowed are none, causal, window", mask);
-		return false;
-	}
-	if (s->window && p->mask != INGOT_MASK_WINDOW) {
-		tool_usage(command, "--window %s needs --mask window, not %s", s->window, mask);
+	const char *mask = setting(l, s->window ? "window" : s->mask, "mask", "none");
+	p->mask = place_of(mask, masks);
+	if (p->mask < 0) {
+		tool_failed(command, "the file's mask is \"%s\"; allowed are none, causal, window", mask);
 		return false;
 	}
 	if (p->mask == INGOT_MASK_WINDOW) {
@@ -176,23 +230,15 @@ static bool read_mask(const tool_command *command, const settings *s, layer *l) 
 		const char *left = safetensors_metadata(l->file, "window_left"),
 				   *right = safetensors_metadata(l->file, "window_right");
 		snprintf(joined, sizeof joined, "%s:%s", left ? left : "inf", right ? right : "inf");
-		const char *text = s->window ? s->window : joined;
-		char *end;
-		if (!read_bound(text, &end, &p->window_left) || *end != ':' || !read_bound(end + 1, &end, &p->window_right) ||
-		    *end) {
-			tool_usage(command, "window \"%s\"; it is LEFT:RIGHT, each a 32-bit integer or inf", text);
+		if (!read_window(s->window ? s->window : joined, &p->window_left, &p->window_right)) {
+			tool_failed(command, "the file's window is \"%s\"; it is LEFT:RIGHT, each a 32-bit integer or inf", joined);
 			return false;
 		}
 	}
 	const char *align = setting(l, s->align, "align", p->mask == INGOT_MASK_NONE ? "unset" : "bottom_right");
-	if (strcmp(align, "unset") == 0) {
-		p->align = INGOT_ALIGN_UNSET;
-	} else if (strcmp(align, "top_left") == 0) {
-		p->align = INGOT_TOP_LEFT;
-	} else if (strcmp(align, "bottom_right") == 0) {
-		p->align = INGOT_BOTTOM_RIGHT;
-	} else {
-		tool_usage(command, "align \"%s\"; allowed are unset, top_left, bottom_right", align);
+	p->align = place_of(align, aligns);
+	if (p->align < 0) {
+		tool_failed(command, "the file's align is \"%s\"; allowed are unset, top_left, bottom_right", align);
 		return false;
 	}
 	return true;
@@ -212,8 +258,7 @@ static bool read_layer(const tool_command *command, const settings *s, layer *l)
 			tool_failed(command, "tensor \"%s\" has %d axes; [B,H,S,D] has 4", e[i]->name, e[i]->ndim);
 			return false;
 		}
-		const int32_t dtype = dtype_of(e[i]->dtype);
-		if (dtype == INGOT_NONE || dtype >= INGOT_I32) {
+		if (!is_float(dtype_of(e[i]->dtype))) {
 			tool_failed(command, "tensor \"%s\" has the dtype %s; allowed are F32, F16, BF16, F8_E4M3, F8_E5M2",
 			            e[i]->name, e[i]->dtype);
 			return false;
@@ -222,21 +267,14 @@ static bool read_layer(const tool_command *command, const settings *s, layer *l)
 	l->batch = e[0]->shape[0], l->heads_q = e[0]->shape[1], l->sq = e[0]->shape[2], l->d = e[0]->shape[3];
 	l->heads_k = e[1]->shape[1], l->sk = e[1]->shape[2], l->dv = e[2]->shape[3];
 	const int64_t k_shape[] = {l->batch, l->heads_k, l->sk, l->d}, v_shape[] = {l->batch, l->heads_k, l->sk, l->dv};
-	if (!check_shape(command, l, e[1], 4, k_shape) || !check_shape(command, l, e[2], 4, v_shape)) return false;
+	if (!check_shape(command, e[1], 4, k_shape) || !check_shape(command, e[2], 4, v_shape)) return false;
 	if (l->heads_k == 0 ? l->heads_q != 0 : l->heads_q % l->heads_k != 0) {
 		tool_failed(command, "%lld query heads are no multiple of %lld key heads", (long long)l->heads_q,
 		            (long long)l->heads_k);
 		return false;
 	}
 	l->file_dtype = dtype_of(e[0]->dtype);
-	int32_t wanted = INGOT_NONE;
-	if (s->dtype) {
-		wanted = tool_dtype_parse(s->dtype);
-		if (wanted != INGOT_F32 && wanted != INGOT_F16 && wanted != INGOT_BF16) {
-			tool_usage(command, "--dtype \"%s\"; allowed are f32, f16, bf16", s->dtype);
-			return false;
-		}
-	}
+	const int32_t wanted = s->dtype ? tool_dtype_parse(s->dtype) : INGOT_NONE;
 	l->dtype = wanted == INGOT_NONE ? l->file_dtype : wanted;
 
 	ingot_attn_fwd_params *p = &l->fwd;
@@ -273,13 +311,13 @@ static bool read_layer(const tool_command *command, const settings *s, layer *l)
 
 	double number;
 	const char *text;
-	if (s->softmax_scale != 0) {
+	if (!isnan(s->softmax_scale)) {
 		p->softmax_scale = (float)s->softmax_scale;
 	} else if ((text = safetensors_metadata(l->file, "softmax_scale"))) {
 		if (!read_number(command, text, "metadata softmax_scale", &number)) return false;
 		p->softmax_scale = (float)number;
 	}
-	if (s->softcap >= 0) {
+	if (!isnan(s->softcap)) {
 		p->softcap = (float)s->softcap;
 	} else if ((text = safetensors_metadata(l->file, "softcap"))) {
 		if (!read_number(command, text, "metadata softcap", &number)) return false;
@@ -293,7 +331,7 @@ static bool read_layer(const tool_command *command, const settings *s, layer *l)
 		return false;
 	}
 	if (!dout || s->forward) return true;
-	if (!check_shape(command, l, dout, 4, out_shape)) return false;
+	if (!check_shape(command, dout, 4, out_shape)) return false;
 	l->has_dout = true;
 	l->bwd = (ingot_attn_bwd_params){
 		.struct_size = sizeof l->bwd,
@@ -430,7 +468,7 @@ static bool print_compared(const layer *l, const compared *c) {
 		printf("          worst at live element %lld: got %.9g, want %.9g\n", (long long)r.index, r.got, r.want);
 
 	const safetensors_entry *e = find(l, c->name);
-	if (e && e->elements == tool_elements(c->got) && dtype_of(e->dtype) != INGOT_NONE) {
+	if (e && has_shape(e, c->got->ndim, c->got->shape) && is_float(dtype_of(e->dtype))) {
 		void *copy = aligned_copy(e);
 		double *expected = live(l, copy, dtype_of(e->dtype), c->keys, c->width, &n);
 		double apart = 0;
@@ -450,7 +488,8 @@ static bool print_compared(const layer *l, const compared *c) {
 		free(copy);
 		free(expected);
 	} else if (e) {
-		printf("          the file's %s has another shape or type and was not compared\n", e->name);
+		printf("          the file's %s has another shape or type and cannot be compared: FAIL\n", e->name);
+		good = false;
 	}
 	free(got);
 	free(want);
@@ -547,7 +586,14 @@ static void describe(const layer *l) {
 	if (p->q_lengths.dtype) printf(", q_lengths");
 	if (p->k_lengths.dtype) printf(", k_lengths");
 	if (p->mask == INGOT_MASK_CAUSAL) printf(", causal");
-	if (p->mask == INGOT_MASK_WINDOW) printf(", window %d:%d", p->window_left, p->window_right);
+	if (p->mask == INGOT_MASK_WINDOW) {
+		const int32_t bounds[] = {p->window_left, p->window_right};
+		for (int i = 0; i < 2; i++) {
+			printf(i ? ":" : ", window ");
+			if (bounds[i] == INGOT_UNBOUNDED) printf("inf");
+			else printf("%d", bounds[i]);
+		}
+	}
 	if (p->mask != INGOT_MASK_NONE && p->align != INGOT_ALIGN_UNSET)
 		printf(" (%s)", p->align == INGOT_TOP_LEFT ? "top_left" : "bottom_right");
 	if (p->bias.dtype) printf(", bias");
@@ -557,14 +603,14 @@ static void describe(const layer *l) {
 	printf(", softmax_scale %g\n", l->truth.scale);
 }
 
-/* False after a failure, which has been printed. */
+/* Sets passed. False where the calls did not all run, which has been printed. */
 static bool run_layer(const tool_command *command, const settings *s, layer *l) {
 	fill_truth(l);
 	describe(l);
 	const ingot_options options = tool_options(s->backend, (int32_t)s->threads);
 	const double pairs = oracle_pairs(&l->truth);
 	const bool full = strcmp(s->reference, "full") == 0;
-	const bool reference = full || (strcmp(s->reference, "auto") == 0 && pairs <= REFERENCE_PAIRS);
+	const bool reference = l->compared = full || (strcmp(s->reference, "auto") == 0 && pairs <= REFERENCE_PAIRS);
 
 	printf("  forward: ");
 	choice_print(TOOL_FWD, &l->fwd, &options, s->verbose);
@@ -621,7 +667,8 @@ static bool run_layer(const tool_command *command, const settings *s, layer *l) 
 	free(reference_lse);
 	free(textbook_out);
 	free(textbook_lse);
-	return good;
+	l->passed = good;
+	return true;
 }
 
 static const char *file_dtype_name(int32_t dtype) {
@@ -680,8 +727,42 @@ static int find_layers(const safetensors *file, const char *only, layer *layers,
 	return count;
 }
 
+/* Names the tensors that no call read or was compared with: a misspelt one would else change the result unseen. */
+static void print_unused(const settings *s, const layer *layers, int count, const safetensors *file) {
+	static const char *const forward[] = {"q",         "k",         "v",   "bias", "alibi", "sink",
+	                                      "q_lengths", "k_lengths", "out", "lse",  NULL};
+	static const char *const backward[] = {"dout", "dq", "dk", "dv", NULL};
+	int unused = 0;
+	for (int e = 0; e < file->count; e++) {
+		const char *name = file->entries[e].name;
+		bool used = s->only && strncmp(name, s->only, strlen(s->only)) != 0;
+		for (int i = 0; i < count && !used; i++) {
+			const layer *l = &layers[i];
+			const size_t length = strlen(l->prefix);
+			if (strncmp(name, l->prefix, length) != 0) continue;
+			used = place_of(name + length, forward) >= 0 ||
+			       ((l->has_dout || s->forward) && place_of(name + length, backward) >= 0);
+		}
+		if (!used) printf("%s%s", unused++ ? ", " : "not used: ", name);
+	}
+	if (unused) printf("\n");
+}
+
+/* -1, or the status after a message: before anything is computed, whether the results could be written there. */
+static int check_out(const tool_command *command, const char *in, const char *out) {
+	struct stat a, b;
+	const bool exists = stat(out, &b) == 0;
+	if (exists && stat(in, &a) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
+		return tool_usage(command, "--out %s is the file that is read", out);
+	if (exists && S_ISDIR(b.st_mode)) return tool_usage(command, "--out %s is a folder", out);
+	char *copy = strdup(out);
+	const bool writable = copy && access(dirname(copy), W_OK | X_OK) == 0;
+	free(copy);
+	return writable ? -1 : tool_usage(command, "--out %s cannot be written: %s", out, strerror(errno));
+}
+
 static int run(const tool_command *command, int argc, char **argv) {
-	settings s = {.softcap = -1, .reference = "auto"};
+	settings s = {.softcap = NAN, .softmax_scale = NAN, .reference = "auto"};
 	const tool_option options[] = {
 		{"--mask", "MASK", "none, causal or window; else the file's metadata, else none", TOOL_TEXT, &s.mask, 0, 0},
 		{"--window", "LEFT:RIGHT", "keys a row sees before and after its own; inf for no bound", TOOL_TEXT, &s.window,
@@ -697,8 +778,8 @@ static int run(const tool_command *command, int argc, char **argv) {
 		{"--forward", NULL, "no backward, even where the file has the gradient of out", TOOL_FLAG, &s.forward, 0, 0},
 		{"--backward", NULL, "fail where the file lacks the gradient of out", TOOL_FLAG, &s.backward, 0, 0},
 		{"--only", "PREFIX", "only tensors whose name begins so (layer5)", TOOL_TEXT, &s.only, 0, 0},
-		{"--out", "FILE", "write out, lse and gradients to a safetensors file, whole or not at all", TOOL_TEXT, &s.out,
-	     0, 0},
+		{"--out", "FILE", "write out, lse and gradients to another safetensors file, whole or not at all", TOOL_TEXT,
+	     &s.out, 0, 0},
 		{"--repeats", "N", "calls to time; 0: as many as fit in 0.3 s", TOOL_INTEGER, &s.repeats, 0, 10000},
 		{"--reference", "HOW", "auto, full or none: compare with fp64 (auto: up to 2^28 pairs)", TOOL_TEXT,
 	     &s.reference, 0, 0},
@@ -707,42 +788,51 @@ static int run(const tool_command *command, int argc, char **argv) {
 	};
 	const char *words[1];
 	int count;
-	const int status = tool_parse(command, options, argc, argv, words, 1, &count);
+	int status = tool_parse(command, options, argc, argv, words, 1, &count);
 	if (status >= 0) return status;
 	if (count == 0) return tool_usage(command, "no file given; usage: ingot attn %s", command->usage);
-	if (strcmp(s.reference, "auto") != 0 && strcmp(s.reference, "full") != 0 && strcmp(s.reference, "none") != 0)
-		return tool_usage(command, "--reference \"%s\"; allowed are auto, full, none", s.reference);
-	if (s.forward && s.backward) return tool_usage(command, "--forward and --backward exclude each other");
+	if ((status = check_options(command, &s)) >= 0) return status;
 
 	safetensors file;
 	if (!safetensors_open(words[0], &file)) return tool_failed(command, "%s: %s", words[0], file.error);
+	if ((status = check_window(command, &s, &file)) >= 0 ||
+	    (s.out && (status = check_out(command, words[0], s.out)) >= 0)) {
+		safetensors_release(&file);
+		return status;
+	}
 	enum { MOST = 256 };
 	layer *layers = tool_alloc(sizeof *layers * MOST);
 	const int found = find_layers(&file, s.only, layers, MOST);
-	int result = TOOL_OK;
 	if (found == 0) {
-		result = tool_failed(command, "%s: no tensor named q or PREFIX.q%s%s", words[0], s.only ? " begins with " : "",
-		                     s.only ? s.only : "");
+		tool_failed(command, "%s: no tensor named q or PREFIX.q%s%s", words[0], s.only ? " begins with " : "",
+		            s.only ? s.only : "");
 	} else {
 		const char *source = safetensors_metadata(&file, "source");
 		printf("%s: %d tensors%s%s\n", words[0], file.count, source ? "; " : "", source ? source : "");
 	}
-	int done = 0;
-	for (; done < found; done++) {
-		layer *l = &layers[done];
-		if (!read_layer(command, &s, l)) {
-			result = TOOL_FAILED;
-			done++;
-			break;
-		}
-		if (!run_layer(command, &s, l)) result = TOOL_FAILED;
+	int ran = 0, judged = 0;
+	bool good = found > 0;
+	for (int i = 0; i < found; i++) {
+		layer *l = &layers[i];
+		if (!read_layer(command, &s, l)) break;
+		if (!run_layer(command, &s, l)) continue;
+		ran++;
+		judged += l->compared;
+		good &= l->passed;
 	}
-	if (s.out && result == TOOL_OK) result = write_results(command, &s, layers, found, &file);
-	if (found > 0) printf(result == TOOL_OK ? "all results pass\n" : "FAILED\n");
-	for (int i = 0; i < done; i++) free_layer(&layers[i]);
+	good &= ran == found;
+	if (s.out && found && ran == found) good &= write_results(command, &s, layers, found, &file) == TOOL_OK;
+	else if (s.out) tool_failed(command, "%s was not written: not every call ran", s.out);
+	if (found > 0) {
+		print_unused(&s, layers, found, &file);
+		if (!good) printf("FAILED\n");
+		else if (judged == found) printf("all results pass\n");
+		else printf("every call ran; %d of %d were compared with fp64\n", judged, found);
+	}
+	for (int i = 0; i < found; i++) free_layer(&layers[i]);
 	free(layers);
 	safetensors_release(&file);
-	return result;
+	return good ? TOOL_OK : TOOL_FAILED;
 }
 
 const tool_command tool_attn = {
@@ -753,7 +843,8 @@ const tool_command tool_attn = {
 		"The file holds q [B,Hq,Sq,D], k [B,Hk,Sk,D] and v [B,Hk,Sk,Dv], plain or under prefixes (layer0.q), and may hold\n"
 		"bias [B,Hq,Sq,Sk], alibi, sink, q_lengths and k_lengths [B], dout; and what is expected: out, lse, dq, dk, dv.\n"
 		"Its metadata may give softmax_scale, softcap, mask, window_left, window_right, align and source.\n"
-		"A result passes when its error against fp64 is at most twice that of the textbook algorithm in the same type.\n\n"
+		"A result passes when its error against fp64 is at most twice that of the textbook algorithm in the same type. A result\n"
+		"of another shape or type than the file expects fails; tensors of the file that nothing reads are named.\n\n"
 		"examples:\n"
 		"  ingot attn examples/minilm.safetensors\n"
 		"  ingot attn examples/minilm.safetensors --dtype bf16 --backend x86 --threads 1\n"

@@ -43,6 +43,25 @@ const char *tool_operator_name(tool_operator op) {
 	return operators[op].name;
 }
 
+bool tool_backend_known(const char *name) {
+	ingot_implementation impl;
+	for (int32_t i = 0; ingot_implementation_get(i, &impl) == INGOT_OK; i++) {
+		char whole[160];
+		snprintf(whole, sizeof whole, "%s/%s", impl.family, impl.name);
+		const char *const names[] = {impl.family, impl.name, whole};
+		for (int n = 0; n < 3; n++) {
+			const size_t length = strlen(names[n]);
+			if (strncmp(name, names[n], length) != 0 || (name[length] && name[length] != ':')) continue;
+			if (!name[length]) return true;
+			ingot_variant variant;
+			for (int32_t v = 0; v < impl.variant_count; v++)
+				if (ingot_variant_get(i, v, &variant) == INGOT_OK && strcmp(variant.name, name + length + 1) == 0)
+					return true;
+		}
+	}
+	return false;
+}
+
 int tool_operator_parse(const char *name) {
 	for (int i = 0; i < TOOL_OPERATORS; i++)
 		if (strcmp(operators[i].name, name) == 0) return i;

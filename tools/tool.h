@@ -91,6 +91,8 @@ typedef enum tool_operator { TOOL_FWD, TOOL_BWD, TOOL_MERGE, TOOL_APPEND, TOOL_M
 
 const char *tool_operator_name(tool_operator op); /* "attn_fwd" */
 int tool_operator_parse(const char *name);        /* by the library's name; -1 */
+/* Whether any implementation of the library is meant by it: a family, an implementation or a variant. */
+bool tool_backend_known(const char *name);
 /* With tensors in the command's memory, on the device that --device names; the reference always runs on the CPU. */
 ingot_status tool_run(tool_operator op, const void *params, const ingot_options *options);
 /* With tensors in the stream's memory, asynchronously on a GPU. */

@@ -76,51 +76,156 @@ static void test_nothing_run_is_inconclusive(void **state) {
 	assert_int_equal(ingot("check --problem fwd:b1,h1,s9,d16,f32 --seed 3"), TOOL_OK);
 }
 
-/* attn passes on the textbook's own result, and fails where the file expects another. */
-static void test_attn_compares(void **state) {
-	enum { ROWS = 6, D = 4, N = 2 * ROWS * D };
-	float q[N], k[N], v[N], out[N];
-	for (int i = 0; i < N; i++) {
-		q[i] = tool_normal(1, 1, (uint64_t)i);
-		k[i] = tool_normal(1, 2, (uint64_t)i);
-		v[i] = tool_normal(1, 3, (uint64_t)i);
+/* A small file with a causal result, for attn: tensors l.q, l.k, l.v, l.out. */
+enum { ATTN_ROWS = 6, ATTN_D = 4, ATTN_N = 2 * ATTN_ROWS * ATTN_D };
+static float attn_values[4][ATTN_N];
+static safetensors_entry attn_entries[5];
+static char attn_path[32];
+
+static void write_attn(int count, const cJSON *metadata) {
+	char error[SAFETENSORS_ERROR];
+	assert_true(safetensors_write(attn_path, attn_entries, count, metadata, error));
+}
+
+static int make_attn(void **state) {
+	(void)state;
+	const int64_t shape[] = {1, 2, ATTN_ROWS, ATTN_D};
+	static const char *const names[] = {"l.q", "l.k", "l.v", "l.out"};
+	ingot_tensor t[4];
+	for (int n = 0; n < 4; n++) {
+		for (int i = 0; i < ATTN_N; i++) attn_values[n][i] = tool_normal(1, (uint64_t)n, (uint64_t)i);
+		t[n] = tool_tensor(attn_values[n], INGOT_F32, 4, shape);
+		attn_entries[n] = (safetensors_entry){
+			.name = names[n], .dtype = "F32", .ndim = 4, .data = attn_values[n], .bytes = sizeof attn_values[n]};
+		memcpy(attn_entries[n].shape, shape, sizeof shape);
 	}
-	const int64_t shape[] = {1, 2, ROWS, D};
-	const ingot_attn_fwd_params p = {.struct_size = sizeof p,
-	                                 .q = tool_tensor(q, INGOT_F32, 4, shape),
-	                                 .k = tool_tensor(k, INGOT_F32, 4, shape),
-	                                 .v = tool_tensor(v, INGOT_F32, 4, shape),
-	                                 .out = tool_tensor(out, INGOT_F32, 4, shape),
-	                                 .mask = INGOT_MASK_CAUSAL};
+	const ingot_attn_fwd_params p = {
+		.struct_size = sizeof p, .q = t[0], .k = t[1], .v = t[2], .out = t[3], .mask = INGOT_MASK_CAUSAL};
 	assert_int_equal(ingot_attn_fwd(&p, (ingot_stream){0}, NULL), INGOT_OK);
-	safetensors_entry entries[4] = {{.name = "l.q", .data = q},
-	                                {.name = "l.k", .data = k},
-	                                {.name = "l.v", .data = v},
-	                                {.name = "l.out", .data = out}};
-	for (int i = 0; i < 4; i++) {
-		entries[i].dtype = "F32";
-		entries[i].ndim = 4;
-		memcpy(entries[i].shape, shape, sizeof shape);
-		entries[i].bytes = sizeof q;
+	strcpy(attn_path, "attn-XXXXXX");
+	close(mkstemp(attn_path));
+	write_attn(4, NULL);
+	return 0;
+}
+
+static int remove_attn(void **state) {
+	(void)state;
+	return unlink(attn_path);
+}
+
+/* The status of "ingot attn FILE --repeats 1 <more>"; what it prints goes to said. */
+static char said[4096];
+
+static int attn(const char *more) {
+	char line[256];
+	snprintf(line, sizeof line, "attn %s --repeats 1 %s", attn_path, more);
+	fflush(stdout);
+	FILE *f = tmpfile();
+	const int kept = dup(1);
+	assert_true(f && kept >= 0 && dup2(fileno(f), 1) == 1);
+	const int status = ingot(line);
+	fflush(stdout);
+	assert_true(dup2(kept, 1) == 1);
+	close(kept);
+	rewind(f);
+	said[fread(said, 1, sizeof said - 1, f)] = 0;
+	fclose(f);
+	return status;
+}
+
+/* attn passes on the textbook's own result, and fails where the file expects another; the results are written both times. */
+static void test_attn_compares(void **state) {
+	char line[128], out[64];
+	snprintf(out, sizeof out, "%s.out", attn_path);
+	for (int wrong = 0; wrong < 2; wrong++) {
+		snprintf(line, sizeof line, "--mask %s --out %s", wrong ? "none" : "causal", out);
+		assert_int_equal(attn(line), wrong ? TOOL_FAILED : TOOL_OK);
+		assert_non_null(strstr(said, wrong ? "FAILED" : "all results pass"));
+		safetensors written;
+		assert_true(safetensors_open(out, &written));
+		assert_non_null(safetensors_find(&written, "l.out"));
+		assert_non_null(safetensors_find(&written, "l.lse"));
+		safetensors_release(&written);
+		unlink(out);
 	}
-	char path[] = "attn-XXXXXX", line[128], error[SAFETENSORS_ERROR];
-	close(mkstemp(path));
-	assert_true(safetensors_write(path, entries, 4, NULL, error));
-	snprintf(line, sizeof line, "attn %s --mask causal --repeats 1 --out %s.out", path, path);
-	assert_int_equal(ingot(line), TOOL_OK);
-	snprintf(line, sizeof line, "%s.out", path);
-	safetensors written;
-	assert_true(safetensors_open(line, &written));
-	assert_non_null(safetensors_find(&written, "l.out"));
-	assert_non_null(safetensors_find(&written, "l.lse"));
-	safetensors_release(&written);
-	unlink(line);
-	snprintf(line, sizeof line, "attn %s --mask none --repeats 1", path);
-	assert_int_equal(ingot(line), TOOL_FAILED);
-	snprintf(line, sizeof line, "attn %s --backward", path);
-	assert_int_equal(ingot(line), TOOL_FAILED);
-	unlink(path);
-	assert_int_equal(ingot(line), TOOL_FAILED);
+	assert_int_equal(attn("--backward"), TOOL_FAILED);
+	assert_int_equal(attn("--mask causal --reference none"), TOOL_OK);
+	assert_null(strstr(said, "pass"));
+	assert_int_equal(ingot("attn no_such_file"), TOOL_FAILED);
+}
+
+/* What the file expects in another shape or type is a failure; a tensor that nothing reads is named. */
+static void test_attn_uses_every_tensor(void **state) {
+	const safetensors_entry kept = attn_entries[3];
+	attn_entries[3].shape[2] = 3;
+	attn_entries[3].shape[1] = 4;
+	write_attn(4, NULL);
+	assert_int_equal(attn("--mask causal"), TOOL_FAILED);
+	attn_entries[3] = kept;
+	attn_entries[3].dtype = "I32";
+	write_attn(4, NULL);
+	assert_int_equal(attn("--mask causal"), TOOL_FAILED);
+	attn_entries[3] = kept;
+	static const int32_t length = 3;
+	attn_entries[4] = (safetensors_entry){
+		.name = "l.K_lengths", .dtype = "I32", .ndim = 1, .shape = {1}, .data = &length, .bytes = sizeof length};
+	write_attn(5, NULL);
+	assert_int_equal(attn("--mask causal"), TOOL_OK);
+	assert_non_null(strstr(said, "not used: l.K_lengths\n"));
+	write_attn(4, NULL);
+	assert_int_equal(attn("--mask causal"), TOOL_OK);
+	assert_null(strstr(said, "not used"));
+}
+
+/* Options that cannot be meant are refused before anything runs: the file named here does not exist. */
+static void test_attn_refuses_options(void **state) {
+	static const char *const wrong[] = {"--softcap -1",
+	                                    "--dtype f64",
+	                                    "--mask diagonal",
+	                                    "--align left",
+	                                    "--window 3",
+	                                    "--window 3:x",
+	                                    "--mask causal --window 3:0",
+	                                    "--backend nope",
+	                                    "--backend x86/attn_fwd_avx2:nope",
+	                                    "--reference maybe",
+	                                    "--forward --backward"};
+	char line[128];
+	for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+		snprintf(line, sizeof line, "attn no_such_file %s", wrong[i]);
+		if (ingot(line) != TOOL_USAGE) fail_msg("ingot %s: not status 2", line);
+	}
+	assert_int_equal(ingot("attn no_such_file --backend reference/attn_fwd_reference:general"), TOOL_FAILED);
+}
+
+static void test_attn_windows_have_bounds(void **state) {
+	assert_int_equal(attn("--mask window"), TOOL_USAGE);
+	assert_int_equal(attn("--mask window --window inf:0"), TOOL_OK);
+	assert_non_null(strstr(said, "window inf:0 "));
+	cJSON *metadata = cJSON_CreateObject();
+	cJSON_AddStringToObject(metadata, "mask", "window");
+	write_attn(4, metadata);
+	assert_int_equal(attn(""), TOOL_USAGE);
+	cJSON_AddStringToObject(metadata, "window_right", "0");
+	write_attn(4, metadata);
+	assert_int_equal(attn(""), TOOL_OK);
+	cJSON_Delete(metadata);
+	write_attn(4, NULL);
+}
+
+/* The input is never the output, by whatever name; a place that cannot be written is told before the work. */
+static void test_attn_keeps_its_input(void **state) {
+	char line[128], other[64];
+	snprintf(other, sizeof other, "%s.other", attn_path);
+	assert_int_equal(link(attn_path, other), 0);
+	const char *const outs[] = {attn_path, other, "no_such_folder/out", "."};
+	for (int i = 0; i < 4; i++) {
+		snprintf(line, sizeof line, "--mask causal --out %s", outs[i]);
+		assert_int_equal(attn(line), TOOL_USAGE);
+		assert_string_equal(said, "");
+	}
+	unlink(other);
+	assert_int_equal(attn("--mask causal"), TOOL_OK);
 }
 
 int main(void) {
@@ -129,6 +234,10 @@ int main(void) {
 		cmocka_unit_test(test_help_is_0),
 		cmocka_unit_test(test_nothing_run_is_inconclusive),
 		cmocka_unit_test(test_attn_compares),
+		cmocka_unit_test(test_attn_uses_every_tensor),
+		cmocka_unit_test(test_attn_refuses_options),
+		cmocka_unit_test(test_attn_windows_have_bounds),
+		cmocka_unit_test(test_attn_keeps_its_input),
 	};
-	return cmocka_run_group_tests(tests, NULL, NULL);
+	return cmocka_run_group_tests(tests, make_attn, remove_attn);
 }
