@@ -73,7 +73,7 @@ def test_one(number):
     assert set(outcomes) == {f"test_one[{number}]" for number in range(200)}
     failed = {name for name, ends in outcomes.items() if "FAILED" in ends}
     assert len(failed) <= 6
-    assert output.count("crashed while running") == len(failed)
+    assert len(re.findall(r"^worker '\w+' crashed while running", output, re.M)) == len(failed)
     assert len({line[1] for line in lines if line[0] == "begin"}) == 4
     assert "waits for a GPU since 0 s" in output
     # Each test that has passed used its GPU from beginning to end.
@@ -170,7 +170,7 @@ def test_fine_7():
     assert os.waitpid(child, 0)[1] == signal.SIGTERM
 """)
     watchdog = run.start("pytest_gpu_lease.watchdog", "--lockfile", str(run.lockfile), "--workers", "5",
-                         "--timeout", "6", "--grace", "2", "--poll", "0.2")
+                         "--timeout", "8", "--grace", "2", "--poll", "0.2")
     process = run.pytest("-n", "5", GPU_LEASE_PRETEND_GPUS="4")
     outcomes, output = run.finish(process)
     _, told = run.finish(watchdog)
@@ -180,7 +180,7 @@ def test_fine_7():
                      "test_opens_the_lock_file", "test_fails_by_itself"}
     expected = {name: ["FAILED"] for name in failed} | {f"test_fine_{number}": ["PASSED"] for number in range(8)}
     assert outcomes == expected
-    assert re.search(r"\b8 failed, 8 passed in", output)
+    assert re.search(r"\b8 failed, 8 passed\b", output)
     assert output.count("the GPU's context is dead: illegal memory access (CUDA error 700)") >= 2
     assert "the GPU's context is dead: unspecified launch failure" in output
     assert "the lease is lost: this process opened" in output
@@ -265,7 +265,7 @@ def test_last(gpu_id): pass
     # What an earlier run of the same name left when it was killed does not count.
     endings.add(open_lock_file(run.lockfile), "mine/0", "gw0", "test_scope.py::test_first", "", reported=True)
     watchdog = run.start("pytest_gpu_lease.watchdog", "--lockfile", str(run.lockfile), "--workers", "1",
-                         "--timeout", "4", "--grace", "2", "--poll", "0.2", "--run", "mine/0")
+                         "--timeout", "6", "--grace", "2", "--poll", "0.2", "--run", "mine/0")
     process = run.pytest("-n", "1", "--dist", "loadscope", "--testrunuid", "mine/0", GPU_LEASE_PRETEND_GPUS="1")
     outcomes, output = run.finish(process)
     _, told = run.finish(watchdog)
