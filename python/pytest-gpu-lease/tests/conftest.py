@@ -5,6 +5,7 @@ The installed copy has the entry point, so runs load the plugin as users' runs d
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ class Run:
         self.path = path
         self.lockfile = path / "lock"
         self.log = path / "log"
+        self.processes = []
         self.environment = {
             **os.environ,
             "PYTHONPATH": f"{installed}:{PACKAGE / 'tests'}",
@@ -51,11 +53,13 @@ class Run:
             (self.path / f"{name}.py").write_text(text)
 
     def start(self, *arguments, **environment):
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
-            cwd=self.path, env={**self.environment, **environment},
+            cwd=self.path, env={**self.environment, **environment}, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
+        self.processes.append(process)
+        return process
 
     def pytest(self, *arguments, **environment):
         # Without hypothesis's plugin, which is in the environment by chance, a worker starts in half the time.
@@ -67,7 +71,7 @@ class Run:
         try:
             output, _ = process.communicate(timeout=ENOUGH)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with its workers, who may be stuck
             output, _ = process.communicate()
             pytest.fail(f"does not end:\n{output}")
         print(output)
@@ -79,7 +83,12 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path, installed):
-    return Run(tmp_path, installed)
+    project = Run(tmp_path, installed)
+    yield project
+    for process in project.processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.fixture(scope="session")
