@@ -107,7 +107,8 @@ def test_the_package_itself_opens_a_file_once_in_a_process(peer, tmp_path, lockf
 
 LOSSES = {
     "removed": "os.remove(w.lock_file.path)",
-    "replaced": "open_lock_file(w.lock_file.path + '.other') and os.replace(w.lock_file.path + '.other', w.lock_file.path)",
+    "replaced": "os.close(os.open(w.lock_file.path + '.other', os.O_CREAT)) or "
+                "os.replace(w.lock_file.path + '.other', w.lock_file.path)",
     "closed": "os.close(w.lock_file.fd)",
     "reused": "os.dup2(os.open(w.lock_file.path + '.other', os.O_RDWR | os.O_CREAT), w.lock_file.fd)",
 }
@@ -141,6 +142,15 @@ def test_one_who_died_waiting_holds_up_nobody(peer):
     assert take(late, A) is None
     early.signal(signal.SIGKILL)
     assert take(late, A) == A
+
+
+def test_one_who_gives_up_waiting_holds_up_nobody(peer, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPU_LEASE_PRETEND_GPUS", "1")
+    first, reason = peer(), tmp_path / "reason"
+    first("setattr(w, 'try_any', lambda wanted: 1 / 0)")
+    first("refused(w.lease, %r)" % str(reason))
+    assert reason.read_text() == "division by zero"
+    assert first("[w.lock_file.read(w.slot)[key] for key in ('wants', 'asked', 'gpu')]") == [None, None, None]
 
 
 def test_a_half_written_record_is_no_record(lockfile):

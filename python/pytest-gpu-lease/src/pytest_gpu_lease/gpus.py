@@ -29,7 +29,7 @@ class GpuError(Exception):
 
 
 def normal_bus_id(text):
-    """The one form of a PCI bus id, from any of those in use: 3B:00.0, 0000:3b:00.0, 00000000:3B:00.0; None if it is none."""
+    """The one form of a PCI bus id from any of those in use, 3B:00.0 or 0000:3b:00.0 or 00000000:3B:00.0, or None."""
     match = re.fullmatch(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([01]?[0-9a-f])\.([0-7])", text.strip().lower())
     return match and "%08x:%02x:%02x.%x" % tuple(int(part or "0", 16) for part in match.groups())
 
@@ -44,7 +44,8 @@ def visible_gpus():
     except subprocess.TimeoutExpired:
         raise GpuError(f"the driver did not say within {TIMEOUT} s which GPUs there are; it may need a reset") from None
     if done.returncode:
-        raise GpuError((done.stderr.strip() or f"asking the driver ended with status {done.returncode}").splitlines()[-1])
+        said = done.stderr.strip() or f"asking the driver ended with status {done.returncode}"
+        raise GpuError(said.splitlines()[-1])
     return [Gpu(number, normal_bus_id(bus_id)) for number, bus_id in enumerate(json.loads(done.stdout))]
 
 

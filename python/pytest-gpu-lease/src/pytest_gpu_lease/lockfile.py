@@ -72,7 +72,7 @@ class LockFile:
         if status.st_size == 0:
             os.pwrite(self.fd, TITLE.ljust(PAGE, b"\0"), 0)
         elif os.pread(self.fd, len(TITLE), 0) != TITLE:
-            raise ValueError(f"{self.path} is not a lock file of pytest-gpu-lease 1: name another, or one to be created")
+            raise ValueError(f"{self.path} is not a lock file of pytest-gpu-lease 1; name another, or a new one")
 
     def intact(self):
         """Whether the descriptor and the path still lead to the file that was opened."""
@@ -95,7 +95,7 @@ class LockFile:
         return True
 
     def holds(self, start, length):
-        """Whether this process still holds its lock on exactly this range, and the file is still the one at its path."""
+        """Whether this process still holds its lock on exactly this range, and the path still leads to the file."""
         if not self.intact():
             return False
         # F_GETLK never reports the caller's own lock. To the question of an open file description, it is another's.

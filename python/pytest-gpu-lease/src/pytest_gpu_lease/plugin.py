@@ -169,6 +169,14 @@ class Worker(Process):
             raise gpus.GpuError("a forked child of the worker asked for the GPU first, and a lease would die with it")
         wanted = gpus.choose(gpus.visible_gpus(), os.environ.get(PIN))
         self.write(wants=list({gpu.bus_id: None for gpu in wanted}), asked=time.monotonic_ns())
+        try:
+            self.gpu = self.wait(wanted)
+        finally:
+            # Also when something raises into the wait, such as a test's time limit: this worker holds up nobody then.
+            self.write(gpu=self.gpu and self.gpu.bus_id, wants=None, asked=None, since=time.time())
+        return self.gpu
+
+    def wait(self, wanted):
         began = told = beaten = time.monotonic()
         waited = False
         while not (gpu := self.try_any(wanted)):
@@ -180,8 +188,6 @@ class Worker(Process):
                 self.write()  # waiting is no hang, unless the worker itself is stopped
                 beaten = now
             time.sleep(POLL)
-        self.gpu = gpu
-        self.write(gpu=gpu.bus_id, wants=None, asked=None, since=time.time())
         if waited:
             self.tell(f"leases GPU {gpu.id} ({gpu.bus_id}) after {time.monotonic() - began:.1f} s")
         return gpu
