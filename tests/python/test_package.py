@@ -229,8 +229,12 @@ def test_backend_is_forced(rng):
     want = np.empty_like(q)
     c.attn_fwd(options=dict(backend="reference/attn_fwd_reference"), q=wrap(q), k=wrap(q), v=wrap(q), out=wrap(want))
     same([ingot.attention(q, q, q, backend="reference/attn_fwd_reference")], [want])
-    with pytest.raises(ingot.UnsupportedError, match="no such kernel"):
+    with pytest.raises(ingot.InvalidError, match="no such kernel") as raised:
         ingot.attention(q, q, q, backend="no such kernel")
+    assert raised.value.name == "INGOT_NOT_FOUND"
+    for decode in (x for x in c.kernels("attn_fwd") if "decode" in x):
+        with pytest.raises(ingot.UnsupportedError, match=f'"{decode}" cannot run this call: dropout'):
+            ingot.attention(q, q, q, dropout_p=0.5, dropout_seed=1, backend=decode)
 
 
 def test_refusals(rng):
@@ -238,6 +242,7 @@ def test_refusals(rng):
     fixed = q.copy()
     fixed.flags.writeable = False
     double = q.astype(np.float64)
+    lengths = np.array([0, 5], np.int32)
     for error, sentence, call in (
         (ValueError, "align is UNSET", lambda: ingot.attention(q, k, k, causal=True)),
         (ValueError, "q has 2 heads .* k has 7", lambda: ingot.attention(q, *[np.zeros((1, 7, 7, 16), "f")] * 2)),
@@ -256,7 +261,11 @@ def test_refusals(rng):
         (TypeError, "q is no array: <class 'int'>", lambda: ingot.attention(1, q, q)),
         (TypeError, "softcap is 'x'; it is a float", lambda: ingot.attention(q, q, q, softcap="x")),
         (TypeError, "unexpected keyword", lambda: ingot.attention(q, q, q, is_causal=True)),
-        (NotImplementedError, "nowhere", lambda: ingot.attention(q, q, q, backend="nowhere")),
+        (ValueError, "nowhere", lambda: ingot.attention(q, q, q, backend="nowhere")),
+        (ValueError, "dropout_seed is None and dropout_p 0.5", lambda: ingot.attention(q, q, q, dropout_p=0.5)),
+        (ValueError, "dropout_seed is None", lambda: ingot.attention_varlen(
+            q, q, q, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=5, max_seqlen_k=5, dropout_p=0.5)),
+        (TypeError, "dropout_seed is 1.5; it is an int", lambda: ingot.attention(q, q, q, dropout_p=0.5, dropout_seed=1.5)),
     ):
         with pytest.raises(error, match=sentence) as raised:
             call()

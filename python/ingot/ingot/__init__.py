@@ -79,6 +79,13 @@ def _cell(value: Any) -> tuple:
     return (None, value) if hasattr(value, "__dlpack__") else (value, None)
 
 
+def _seed(dropout_p: Optional[float], dropout_seed: Union[int, Array, None]) -> tuple:
+    """The seed's cell. Without one every call would drop the same pairs, which nobody who trains means."""
+    if dropout_p and dropout_seed is None:
+        raise _invalid(f"dropout_seed is None and dropout_p {dropout_p!r}; dropout needs a seed, another one for each call")
+    return _cell(dropout_seed)
+
+
 def _batch(*cumulative: Optional[Array]) -> Optional[int]:
     """The number of sequences where an array [B + 1] says it; the library holds the others to it."""
     for x in cumulative:
@@ -136,16 +143,16 @@ def attention(
     q_lengths, k_lengths [B], int32: how much of each sequence counts. Rows past q_lengths are 0 in new results and not written in
     given ones.
     q_descale, k_descale, v_descale: float32 factors of float8 inputs, [1] or [B, Hk] (q also [B, Hq]).
-    dropout_p in [0, 1); dropout_seed and dropout_offset: numbers, or arrays of one uint64 or int64 on the device. Equal
-    numbers give the equal mask on every device.
+    dropout_p in [0, 1), above 0 with a dropout_seed; dropout_seed and dropout_offset: numbers, or arrays of one uint64 or int64
+    on the device. Equal numbers give the equal mask on every device, so each call takes another seed or offset.
 
     Returns the output [B, Hq, Sq, Dv] of q's type (bfloat16 for float8 q); with return_lse or lse also the log-sum-exp of
     the scores [B, Hq, Sq], float32, natural or by lse_base "2". out (float32, float16 or bfloat16) and lse are written and
     returned if given. A query without any valid key has output 0 and log-sum-exp -inf.
 
     backend forces a family ("reference"), a kernel or its variant by name. deterministic: equal bits from run to run;
-    batch_invariant: a sequence's result does not depend on its neighbours; strict: an unverified or not-fastest kernel is an
-    error. num_threads: of a CPU call. stream: the handle of a GPU stream, otherwise the framework's current one.
+    batch_invariant: a sequence's result does not depend on its neighbours; strict: a kernel that is not verified on this
+    device is an error. num_threads: of a CPU call. stream: the handle of a GPU stream, otherwise the framework's current one.
     """
     mask, left, right = (1 if causal else None, None, None) if window is None else _mask(causal, window)
     if align is not None:
@@ -176,7 +183,7 @@ def attention(
             bias=bias,
             sink=sink,
         )
-    seed, seed_ptr = _cell(dropout_seed)
+    seed, seed_ptr = _seed(dropout_p, dropout_seed)
     offset, offset_ptr = _cell(dropout_offset)
     varlen = (0 if q_lengths is None else _INDIVIDUAL) | (0 if k_lengths is None else _INDIVIDUAL << 8)
     return _core.attn_fwd(
@@ -259,7 +266,7 @@ def attention_varlen(
     no sequence are 0 in new results and not written in given ones. The other arguments are those of `attention`.
     """
     mask, left, right = _mask(causal, window)
-    seed, seed_ptr = _cell(dropout_seed)
+    seed, seed_ptr = _seed(dropout_p, dropout_seed)
     offset, offset_ptr = _cell(dropout_offset)
     layout = _choice("lse_layout", lse_layout, {"HT": 0, "TH": 1})
     return _core.attn_fwd(

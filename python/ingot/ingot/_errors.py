@@ -22,7 +22,7 @@ class Error(RuntimeError):
 
 
 class InvalidError(Error, ValueError):
-    """An argument is outside what its declaration allows."""
+    """An argument is outside what its declaration allows, or backend names nothing on this device."""
 
 
 class UnsupportedError(Error, NotImplementedError):
@@ -38,6 +38,6 @@ BY_STATUS = {
     _core.statuses["INGOT_INVALID"]: InvalidError,
     _core.statuses["INGOT_VERSION_MISMATCH"]: InvalidError,
     _core.statuses["INGOT_UNSUPPORTED"]: UnsupportedError,
-    _core.statuses["INGOT_NOT_FOUND"]: UnsupportedError,
+    _core.statuses["INGOT_NOT_FOUND"]: InvalidError,
     _core.statuses["INGOT_OUT_OF_MEMORY"]: OutOfMemoryError,
 }
