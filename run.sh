@@ -1,8 +1,10 @@
 #!/bin/sh
 # Sets up a fresh Debian 12 or 13, builds, and runs attention on a real layer's tensors: the main job in one command.
-# Arguments go to `ingot attn`; without any it takes the example file.
+# Arguments go to `ingot attn`, paths in them being the caller's; without any it takes the example file.
 set -u
+here=$PWD
 cd "$(dirname "$0")" || exit 1
+root=$PWD
 . tests/setup.sh
 
 build() {
@@ -13,9 +15,10 @@ build() {
 	cmake --build --preset release -j "$jobs"
 }
 
-[ $# -gt 0 ] || set -- examples/minilm.safetensors
+[ $# -gt 0 ] || set -- "$root/examples/minilm.safetensors"
 # shellcheck disable=SC2086 # one word a package
 stage "set up" need_packages $build_packages || exit 1
 mkdir -p build
 stage "build" build || exit 1
-stage "run" build/release/ingot attn "$@" || exit 1
+cd "$here" || exit 1
+stage "run" "$root/build/release/ingot" attn "$@" || exit 1
