@@ -41,8 +41,10 @@ static cJSON *as_json(void) {
 }
 
 static int run(const tool_command *command, int argc, char **argv) {
-	bool json = false;
-	const tool_option options[] = {{"--json", NULL, "print JSON", TOOL_FLAG, &json, 0, 0}, {0}};
+	bool json = false, verbose = false;
+	const tool_option options[] = {{"--verbose", NULL, "name the variants too", TOOL_FLAG, &verbose, 0, 0},
+	                               {"--json", NULL, "print JSON, variants by name", TOOL_FLAG, &json, 0, 0},
+	                               {0}};
 	int count;
 	const int status = tool_parse(command, options, argc, argv, NULL, 0, &count);
 	if (status >= 0) return status;
@@ -65,11 +67,11 @@ static int run(const tool_command *command, int argc, char **argv) {
 		snprintf(name, sizeof name, "%s/%s", cJSON_GetStringValue(cJSON_GetObjectItem(item, "family")),
 		         cJSON_GetStringValue(cJSON_GetObjectItem(item, "name")));
 		const char *arch = cJSON_GetStringValue(cJSON_GetObjectItem(item, "arch"));
-		printf("%-18s %-38s %-12s %-5s", cJSON_GetStringValue(cJSON_GetObjectItem(item, "operator")), name,
-		       *arch ? arch : "any", cJSON_IsTrue(cJSON_GetObjectItem(item, "available")) ? "yes" : "no");
-		const cJSON *variant;
-		cJSON_ArrayForEach(variant, cJSON_GetObjectItem(item, "variants")) printf(" %s", variant->valuestring);
-		printf("\n");
+		const cJSON *variants = cJSON_GetObjectItem(item, "variants"), *variant;
+		printf("%-18s %-38s %-12s %-5s %8d\n", cJSON_GetStringValue(cJSON_GetObjectItem(item, "operator")), name,
+		       *arch ? arch : "any", cJSON_IsTrue(cJSON_GetObjectItem(item, "available")) ? "yes" : "no",
+		       cJSON_GetArraySize(variants));
+		if (verbose) cJSON_ArrayForEach(variant, variants) printf("  %s\n", variant->valuestring);
 	}
 	cJSON_Delete(root);
 	return TOOL_OK;
@@ -81,6 +83,7 @@ const tool_command tool_list = {
 	.summary = "list the kernels, their architectures and whether this machine runs them",
 	.text =
 		"A name of the list (x86/attn_fwd_avx2), its family (x86) or one variant (x86/attn_fwd_avx2:plain) can be forced with\n"
-		"--backend in the other commands.\n",
+		"--backend in the other commands. A name that ends in _reference_f64 is the fp64 oracle of `ingot check`; it runs in a\n"
+		"call only when forced by its own name.\n",
 	.run = run,
 };

@@ -61,6 +61,7 @@ static void test_help_is_0(void **state) {
 	                                   "check --help",
 	                                   "bench --help",
 	                                   "list",
+	                                   "list --verbose",
 	                                   "list --json",
 	                                   "explain fwd:b1,h2,s8,d64,bf16,causal",
 	                                   "explain bwd:b2,h2,s8,d64,f32,varlen=cu --json",
@@ -69,6 +70,39 @@ static void test_help_is_0(void **state) {
 	                                   "explain mask:b1,h2,s8,dropout=0.1"};
 	for (size_t i = 0; i < sizeof good / sizeof *good; i++)
 		if (ingot(good[i]) != TOOL_OK) fail_msg("ingot %s: not status 0", good[i]);
+}
+
+/* How many lines "ingot <line>" prints, and the length of the longest. */
+static int printed_lines(const char *line, size_t *longest) {
+	fflush(stdout);
+	FILE *file = tmpfile();
+	assert_non_null(file);
+	const int kept = dup(STDOUT_FILENO);
+	dup2(fileno(file), STDOUT_FILENO);
+	const int status = ingot(line);
+	fflush(stdout);
+	dup2(kept, STDOUT_FILENO);
+	close(kept);
+	assert_int_equal(status, TOOL_OK);
+	int lines = 0;
+	*longest = 0;
+	rewind(file);
+	for (char text[4096]; fgets(text, sizeof text, file); lines++)
+		if (strlen(text) > *longest) *longest = strlen(text);
+	fclose(file);
+	return lines;
+}
+
+/* A kernel is one line that fits a terminal, however many variants it has; --verbose gives each of these a line. */
+static void test_list_fits_a_terminal(void **state) {
+	int variants = 0;
+	ingot_implementation impl;
+	for (int32_t i = 0; ingot_implementation_get(i, &impl) == INGOT_OK; i++) variants += impl.variant_count;
+	size_t longest, longest_verbose;
+	const int lines = printed_lines("list", &longest), verbose = printed_lines("list --verbose", &longest_verbose);
+	assert_in_range(longest, 1, 101);
+	assert_in_range(longest_verbose, 1, 101);
+	assert_int_equal(verbose - lines, variants);
 }
 
 static void test_nothing_run_is_inconclusive(void **state) {
@@ -230,13 +264,10 @@ static void test_attn_keeps_its_input(void **state) {
 
 int main(void) {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_wrong_use_is_2),
-		cmocka_unit_test(test_help_is_0),
-		cmocka_unit_test(test_nothing_run_is_inconclusive),
-		cmocka_unit_test(test_attn_compares),
-		cmocka_unit_test(test_attn_uses_every_tensor),
-		cmocka_unit_test(test_attn_refuses_options),
-		cmocka_unit_test(test_attn_windows_have_bounds),
+		cmocka_unit_test(test_wrong_use_is_2),       cmocka_unit_test(test_help_is_0),
+		cmocka_unit_test(test_list_fits_a_terminal), cmocka_unit_test(test_nothing_run_is_inconclusive),
+		cmocka_unit_test(test_attn_compares),        cmocka_unit_test(test_attn_uses_every_tensor),
+		cmocka_unit_test(test_attn_refuses_options), cmocka_unit_test(test_attn_windows_have_bounds),
 		cmocka_unit_test(test_attn_keeps_its_input),
 	};
 	return cmocka_run_group_tests(tests, make_attn, remove_attn);
