@@ -25,6 +25,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests/python"))
 import ingot_ctypes as ingot  # noqa: E402
+from commit import commit  # noqa: E402
 
 DTYPES = {"bf16": (torch.bfloat16, 3, 2), "f16": (torch.float16, 2, 2), "f32": (torch.float32, 1, 4)}
 
@@ -194,8 +195,8 @@ def main():
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         print(f"# {len(lines)} lines, geometric mean {mean:.2f}x torch, least {min(ratios):.2f}x, torch faster on {len(slower)}")
     if args.json:
-        Path(args.json).write_text(json.dumps(dict(arch=arch.value.decode(), model=model.value.decode(), torch=torch.__version__,
-                                                   rows=lines), indent=0) + "\n")
+        Path(args.json).write_text(json.dumps(dict(arch=arch.value.decode(), model=model.value.decode(), commit=commit(),
+                                                   torch=torch.__version__, rows=lines), indent=0) + "\n")
 
 
 if __name__ == "__main__":

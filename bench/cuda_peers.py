@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests/python"))
 import ingot_ctypes as ingot  # noqa: E402
+from commit import commit  # noqa: E402
 
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION}
@@ -241,8 +242,9 @@ def main():
                 lines += run_row(row, args.op.split(","), args.backend or [""], args.repeats, data)
                 torch.cuda.empty_cache()
     if args.json:
-        Path(args.json).write_text(json.dumps(dict(device=torch.cuda.get_device_name(), torch=torch.__version__,
-                                                   cudnn=torch.backends.cudnn.version(), rows=lines), indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(dict(device=torch.cuda.get_device_name(), commit=commit(),
+                                                   torch=torch.__version__, cudnn=torch.backends.cudnn.version(),
+                                                   rows=lines), indent=1) + "\n")
 
 
 if __name__ == "__main__":
