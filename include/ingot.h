@@ -12,6 +12,9 @@
  * for ever, and bytes beyond what the library knows must be zero (INGOT_VERSION_MISMATCH otherwise). Nested structs
  * (ingot_tensor, ingot_stream) never change. Params and options are read during the call only and never written.
  *
+ * What a call writes must share no element with its inputs or its other outputs unless the declaration allows it; this is not
+ * checked, and the results are undefined otherwise.
+ *
  * Every function may be called from any thread at any time. A call that returns anything but INGOT_OK has launched nothing
  * and written nothing, unless its status is INGOT_DRIVER.
  */
@@ -45,7 +48,7 @@ extern "C" {
 	X(INGOT_VERSION_MISMATCH, 11, "the struct carries fields that this library does not know")                        \
 	X(INGOT_UNSUPPORTED, 20, "a valid call that no implementation of this device can run")                            \
 	X(INGOT_NOT_FOUND, 21, "no implementation has the forced name")                                                   \
-	X(INGOT_DEGRADED, 22, "strict: the call could run, but not on a verified or the measured fastest implementation") \
+	X(INGOT_DEGRADED, 22, "strict: the call could run, but not on an implementation that is verified on this device") \
 	X(INGOT_WORKSPACE, 30, "the given workspace is too small, or one is needed here and none was given")              \
 	X(INGOT_OUT_OF_MEMORY, 31, "memory for the workspace could not be had")                                           \
 	X(INGOT_IMAGE, 40, "a pack of code objects is missing, damaged or foreign")                                       \
@@ -125,7 +128,7 @@ typedef struct ingot_stream {
 enum {
 	INGOT_DETERMINISTIC = 1 << 0,   /* bitwise equal results from run to run; on CPUs for any number of threads too */
 	INGOT_BATCH_INVARIANT = 1 << 1, /* a sequence's result does not depend on its neighbours or on the batch */
-	INGOT_STRICT = 1 << 2           /* running on an unverified or not-fastest implementation is INGOT_DEGRADED */
+	INGOT_STRICT = 1 << 2           /* running on an unverified implementation is INGOT_DEGRADED */
 };
 
 /* NULL options are the defaults. All pointers stay the caller's and are used during the call only. */
@@ -135,7 +138,8 @@ typedef struct ingot_options {
 	/* Forces a family ("reference", "x86"), an implementation ("x86/attn_fwd_avx2" or "attn_fwd_avx2") or one of its
 	 * variants ("x86/attn_fwd_avx2:general"); then there is no fallback. NULL or "": chosen by measurement. */
 	const char *backend;
-	/* A folder with packs, searched before INGOT_IMAGE_PATH and the library's own folder. NULL: those. Unused on a CPU. */
+	/* Folders with packs, separated by colons, searched before INGOT_IMAGE_PATH and the library's own folder. NULL: those.
+	 * Unused on a CPU. */
 	const char *image_path;
 	/* Memory of the stream's device, at least what the workspace verb says, aligned to 256 bytes. NULL: see alloc. */
 	void *workspace;

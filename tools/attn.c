@@ -767,7 +767,7 @@ static int run(const tool_command *command, int argc, char **argv) {
 		{"--mask", "MASK", "none, causal or window; else the file's metadata, else none", TOOL_TEXT, &s.mask, 0, 0},
 		{"--window", "LEFT:RIGHT", "keys a row sees before and after its own; inf for no bound", TOOL_TEXT, &s.window,
 	     0, 0},
-		{"--align", "CORNER", "top_left or bottom_right: where the mask's diagonal is (bottom_right)", TOOL_TEXT,
+		{"--align", "CORNER", "top_left, bottom_right or unset: where the mask's diagonal is (bottom_right)", TOOL_TEXT,
 	     &s.align, 0, 0},
 		{"--softmax-scale", "X", "else the file's, else 1/sqrt(D)", TOOL_NUMBER, &s.softmax_scale, 0, 0},
 		{"--softcap", "X", "scores become X * tanh(score / X); 0 for none", TOOL_NUMBER, &s.softcap, 0, 0},

@@ -406,8 +406,8 @@ const tool_command tool_build = {
 	"build",
 	"--arch LIST [options]",
 	"compile every GPU kernel ahead of time, with no GPU, into packs",
-	"  ingot build --arch sm_90a,sm_80 -o packs     all images of two architectures\n"
-	"  ingot build --arch sm_90a --only bf16_d128   some of them\n"
+	"  ingot build --arch sm_90a,sm_80 -o packs     # all images of two architectures\n"
+	"  ingot build --arch sm_90a --only bf16_d128   # some of them\n"
 	"A killed build goes on where it was. Then: INGOT_IMAGE_PATH=packs, or put the packs beside the library.\n",
 	run,
 };

@@ -456,10 +456,10 @@ const tool_command tool_check = {
 		"unit in the last place (fp32: 1e-6), and the same in the 2-norm. Outputs are poisoned before a call and all memory\n"
 		"round them is compared after it; every dead place of the inputs holds NaN. Nothing run: INCONCLUSIVE, status 2.\n\n"
 		"examples:\n"
-		"  ingot check                              every feature once\n"
-		"  ingot check --level 2 --backend x86      pairs of features, tile edges, known faults\n"
+		"  ingot check                              # every feature once\n"
+		"  ingot check --level 2 --backend x86      # pairs of features, tile edges, known faults\n"
 		"  ingot check --level 3 --seed 7 --from 40000\n"
-		"  ingot check --level 2 --device cuda:0    every kernel of the pack\n"
+		"  ingot check --level 2 --device cuda:0    # every kernel of the pack\n"
 		"  ingot check --problem fwd:b2,hq4,hk2,sq33,sk65,d64,bf16,causal --seed 12\n",
 	.run = run,
 };

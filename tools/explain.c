@@ -15,7 +15,7 @@ static int run(const tool_command *command, int argc, char **argv) {
 		{"--device", "DEVICE", "cpu, or cuda:N", TOOL_TEXT, &device, 0, 0},
 		{"--threads", "N", "threads the call may use; 0: all", TOOL_INTEGER, &threads, 0, 1024},
 		{"--deterministic", NULL, "ask for bitwise equal results", TOOL_FLAG, &deterministic, 0, 0},
-		{"--strict", NULL, "refuse what is not verified and measured on this machine", TOOL_FLAG, &strict, 0, 0},
+		{"--strict", NULL, "fail where what would run is not verified on this device", TOOL_FLAG, &strict, 0, 0},
 		{"--json", NULL, "print JSON", TOOL_FLAG, &json, 0, 0},
 		{0},
 	};

@@ -437,9 +437,9 @@ const tool_command tool_image = {
 	"list|verify|extract|diff|merge|create ...",
 	"look into packs of code objects, prove them whole, make them",
 	"  ingot image list build/packs/ingot-sm_90a.pack\n"
-	"  ingot image verify PACK            every image read, compared with its digest, its kernels and this library's table\n"
-	"  ingot image extract PACK -o DIR    the objects as files\n"
-	"  ingot image diff OLD NEW           exit 1 when they differ\n"
-	"  ingot image merge A B -o PACK      one pack of several of one architecture and compiler\n",
+	"  ingot image verify PACK            # every image read, compared with its digest, its kernels and this library's table\n"
+	"  ingot image extract PACK -o DIR    # the objects as files\n"
+	"  ingot image diff OLD NEW           # exit 1 when they differ\n"
+	"  ingot image merge A B -o PACK      # one pack of several of one architecture and compiler\n",
 	run,
 };
