@@ -277,6 +277,12 @@ static bool split(const char *backend, forced *f) {
 	return true;
 }
 
+static bool has_variant(const ingot__impl *impl, const char *name) {
+	for (int v = 0; v < impl->variant_count; v++)
+		if (!strcmp(ingot__variant_name(impl, v), name)) return true;
+	return false;
+}
+
 /* Whether impl is meant by a forced name; `exactly`: by its own name, not its family's. */
 static bool meant(const ingot__impl *impl, const forced *f, bool *exactly) {
 	*exactly = !strcmp(f->name, impl->name) && (!*f->family || !strcmp(f->family, impl->family));
@@ -329,6 +335,7 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 		bool exactly = false;
 		if (force && !meant(impl, &f, &exactly)) continue;
 		if (!exactly && impl->rank < 0) continue;
+		if (force && *f.variant && !has_variant(impl, f.variant)) continue;
 		named = true;
 		ingot__candidate *c = &choice->candidate[choice->candidates++];
 		*c = (ingot__candidate){.impl = impl, .index = i};
@@ -349,8 +356,8 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 	if (force && !named)
 		return ingot__fail(
 			INGOT_NOT_FOUND,
-			"options.backend is \"%.80s\"; no implementation of %s on this device has that name or family", backend,
-			operator_names[problem->op]);
+			"options.backend is \"%.80s\"; no implementation of %s on this device has that name, family or variant",
+			backend, operator_names[problem->op]);
 	if (able > 1 || (options->flags & INGOT_STRICT) || ingot__log_wants(3)) add_figures(problem, k, choice);
 	const ingot__candidate *best = NULL;
 	for (int c = 0; c < choice->candidates; c++) {

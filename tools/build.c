@@ -370,8 +370,8 @@ static int run(const tool_command *command, int argc, char **argv) {
 			                   VARIANTS_MOST);
 		images += n;
 	}
-	if (list) return TOOL_OK;
 	if (!images) return tool_failed(command, "no image is called like --only \"%s\"", p.only);
+	if (list) return TOOL_OK;
 	if ((status = find_compiler(&p, nvcc)) || (status = find_source(&p, source)) || (status = make_folder(&p, out)))
 		return status;
 	if (!realpath(out, p.out)) return tool_failed(command, "%s: %s", out, strerror(errno));

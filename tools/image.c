@@ -103,7 +103,14 @@ static int compare(const ingot__pack_entry *entry, const char *implementation, c
 	return c ? c : strcmp(entry->variant, variant);
 }
 
-/* Every image of this library's table is in the pack, from this source, and nothing else is. Prints what is not. */
+static bool is_asked_for(const ingot__pack_entry *entry, const char *only) {
+	char name[128];
+	snprintf(name, sizeof name, "%s:%s", entry->implementation, entry->variant);
+	return strstr(name, only) != NULL;
+}
+
+/* Of what --only leaves, every image of this library's table is in the pack, from this source, and nothing else is. Prints what
+ * is not. */
 static int against_library(const ingot__pack_entry *entries, uint32_t count, const char *arch, const char *only) {
 	int wrong = 0;
 	char *seen = tool_alloc(count + 1);
@@ -112,10 +119,12 @@ static int against_library(const ingot__pack_entry *entries, uint32_t count, con
 		ingot_variant variant;
 		/* kernels of one architecture are in its packs only */
 		if (impl.device_type == INGOT_CPU || (*impl.arch && strcmp(impl.arch, arch))) continue;
-		for (int32_t v = 0; ingot_variant_get(i, v, &variant) == INGOT_OK; v++) {
+		for (int32_t v = 0; v < impl.variant_count; v++) {
 			char name[128], digest[33];
 			bool found = false;
+			if (ingot_variant_get(i, v, &variant)) continue;
 			snprintf(name, sizeof name, "%s:%s", impl.name, variant.name);
+			if (!strstr(name, only)) continue;
 			for (uint32_t e = 0; e < count && !found; e++)
 				if (!compare(&entries[e], impl.name, variant.name)) {
 					found = true, seen[e] = 1;
@@ -123,25 +132,32 @@ static int against_library(const ingot__pack_entry *entries, uint32_t count, con
 					if (strcmp(digest, impl.digest))
 						wrong++, printf("%s: stale: built from another source than this library's\n", name);
 				}
-			if (!found && (!*only || strstr(name, only))) wrong++, printf("%s: missing\n", name);
+			if (!found) wrong++, printf("%s: missing\n", name);
 		}
 	}
 	for (uint32_t e = 0; e < count; e++)
-		if (!seen[e])
+		if (!seen[e] && is_asked_for(&entries[e], only))
 			wrong++,
 				printf("%s:%s: this library asks for no such image\n", entries[e].implementation, entries[e].variant);
 	free(seen);
 	return wrong;
 }
 
+static int no_image(const tool_command *command, const char *path, const char *only) {
+	return tool_failed(command, "%s: no image%s%s%s", path, *only ? " is called like --only \"" : "", only,
+	                   *only ? "\"" : "");
+}
+
 static int verify(const tool_command *command, const char *path, const char *only) {
 	ingot__pack *pack;
 	const ingot__pack_entry *entry;
-	uint32_t count;
+	uint32_t count, verified = 0;
 	int status = open_pack(command, path, &pack, &entry, &count), wrong = 0;
 	if (status) return status;
 	for (uint32_t i = 0; i < count; i++) {
 		void *object;
+		if (!is_asked_for(&entry[i], only)) continue;
+		verified++;
 		if (ingot__pack_read(pack, &entry[i], &object)) {
 			printf("%s\n", packs_error());
 			wrong++;
@@ -152,12 +168,13 @@ static int verify(const tool_command *command, const char *path, const char *onl
 		free(object);
 	}
 	wrong += against_library(entry, count, ingot__pack_head(pack)->arch, only);
-	if (wrong) printf("%s: %d faults\n", path, wrong);
+	if (!wrong && !verified) status = no_image(command, path, only);
+	else if (wrong) status = TOOL_FAILED, printf("%s: %d faults\n", path, wrong);
 	else
-		printf("%s: %u images for %s, whole, complete and of this library's source\n", path, count,
-		       ingot__pack_head(pack)->arch);
+		printf("%s: %u of %u images verified, for %s: whole, complete and of this library's source\n", path, verified,
+		       count, ingot__pack_head(pack)->arch);
 	ingot__pack_close(pack);
-	return wrong ? TOOL_FAILED : TOOL_OK;
+	return status;
 }
 
 /* ---- extract, diff, merge ---------------------------------------------------------------------------------------------- */
@@ -180,7 +197,7 @@ static int extract(const tool_command *command, const char *path, const char *fo
 		char name[4096];
 		void *object;
 		snprintf(name, sizeof name, "%s:%s", entry[i].implementation, entry[i].variant);
-		if (*only && !strstr(name, only)) continue;
+		if (!is_asked_for(&entry[i], only)) continue;
 		/* names come from a file: none may leave the folder */
 		if (strchr(name, '/') || name[0] == '.')
 			status = tool_failed(command, "%s: the name %s is no file name", path, name);
@@ -192,7 +209,8 @@ static int extract(const tool_command *command, const char *path, const char *fo
 			written++;
 		}
 	}
-	if (!status) printf("%u objects in %s\n", written, folder);
+	if (!status && !written) status = no_image(command, path, only);
+	else if (!status) printf("%u objects in %s\n", written, folder);
 	ingot__pack_close(pack);
 	return status;
 }
@@ -225,6 +243,17 @@ static int diff(const tool_command *command, const char *a_path, const char *b_p
 	ingot__pack_close(a);
 	ingot__pack_close(b);
 	return differing ? TOOL_FAILED : TOOL_OK;
+}
+
+/* TOOL_OK where out is free or a pack, which a new one may replace; else the status after a message. */
+static int check_replaced(const tool_command *command, const char *out) {
+	char magic[sizeof INGOT__PACK_MAGIC - 1];
+	FILE *f = fopen(out, "rb");
+	if (!f) return errno == ENOENT ? TOOL_OK : tool_usage(command, "-o %s: %s", out, strerror(errno));
+	const bool is_pack =
+		fread(magic, 1, sizeof magic, f) == sizeof magic && !memcmp(magic, INGOT__PACK_MAGIC, sizeof magic);
+	fclose(f);
+	return is_pack ? TOOL_OK : tool_usage(command, "-o %s is there and is no pack; it is not replaced", out);
 }
 
 static int merge(const tool_command *command, const char *out, const char *const *paths, int count) {
@@ -421,12 +450,22 @@ static int run(const tool_command *command, int argc, char **argv) {
 	int status = tool_parse(command, options, argc, argv, words, 16, &count);
 	if (status >= 0) return status;
 	const char *verb = count ? words[0] : "";
-	if (!strcmp(verb, "list") && count == 2) return list(command, words[1], json);
-	if (!strcmp(verb, "verify") && count == 2) return verify(command, words[1], only);
-	if (!strcmp(verb, "extract") && count == 2 && *out) return extract(command, words[1], out, only);
+	const bool lists = !strcmp(verb, "list"), creates = !strcmp(verb, "create"), merges = !strcmp(verb, "merge"),
+			   extracts = !strcmp(verb, "extract"), verifies = !strcmp(verb, "verify");
+	const char *const stray = json && !lists                             ? "--json"
+	                          : *only && !extracts && !verifies          ? "--only"
+	                          : *out && !extracts && !merges && !creates ? "-o"
+	                          : *arch && !creates                        ? "--arch"
+	                          : *toolchain && !creates                   ? "--toolchain"
+	                                                                     : NULL;
+	if (*verb && stray) return tool_usage(command, "%s does not apply to %s; see ingot image --help", stray, verb);
+	if ((merges || creates) && *out && (status = check_replaced(command, out))) return status;
+	if (lists && count == 2) return list(command, words[1], json);
+	if (verifies && count == 2) return verify(command, words[1], only);
+	if (extracts && count == 2 && *out) return extract(command, words[1], out, only);
 	if (!strcmp(verb, "diff") && count == 3) return diff(command, words[1], words[2]);
-	if (!strcmp(verb, "merge") && count >= 2 && *out) return merge(command, out, words + 1, count - 1);
-	if (!strcmp(verb, "create") && count == 2 && *out && *arch) return create(command, out, arch, toolchain, words[1]);
+	if (merges && count >= 2 && *out) return merge(command, out, words + 1, count - 1);
+	if (creates && count == 2 && *out && *arch) return create(command, out, arch, toolchain, words[1]);
 	return tool_usage(
 		command, "allowed are: list PACK; verify PACK; extract PACK -o FOLDER; diff PACK PACK; merge PACK... -o PACK; "
 				 "create LIST --arch ARCH -o PACK");

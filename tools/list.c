@@ -33,7 +33,7 @@ static cJSON *as_json(void) {
 		cJSON_AddBoolToObject(item, "available", impl.available);
 		cJSON *variants = cJSON_AddArrayToObject(item, "variants");
 		ingot_variant variant;
-		for (int32_t v = 0; ingot_variant_get(i, v, &variant) == INGOT_OK; v++)
+		for (int32_t v = 0; v < impl.variant_count && ingot_variant_get(i, v, &variant) == INGOT_OK; v++)
 			cJSON_AddItemToArray(variants, cJSON_CreateString(variant.name));
 		cJSON_AddItemToArray(list, item);
 	}

@@ -5,6 +5,7 @@
 #include "error.h"
 
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -12,10 +13,16 @@
 
 static _Thread_local char sentence[768];
 static _Thread_local const char *current = "ingot";
+static _Thread_local bool quiet;
 
 void ingot__error_begin(const char *function) {
 	sentence[0] = 0;
 	current = function;
+	quiet = false;
+}
+
+void ingot__error_quiet(void) {
+	quiet = true;
 }
 
 ingot_status ingot__fail(ingot_status status, const char *format, ...) {
@@ -25,7 +32,7 @@ ingot_status ingot__fail(ingot_status status, const char *format, ...) {
 	va_start(arguments, format);
 	vsnprintf(sentence + n, sizeof sentence - (size_t)n, format, arguments);
 	va_end(arguments);
-	if (ingot__log_wants(1)) {
+	if (!quiet && ingot__log_wants(1)) {
 		/* a log callback may call the library, which must not change what this call leaves behind */
 		char copy[sizeof sentence];
 		const char *const function = current;

@@ -6,6 +6,8 @@
 
 /* Starts a public call: forgets the last sentence; `function` (a literal) will lead the next one. */
 void ingot__error_begin(const char *function);
+/* Until the next public call begins, sentences are kept and not logged: for questions, where "no" is an answer. */
+void ingot__error_quiet(void);
 
 /* Keeps the sentence "function: format..." for this thread, logs it at level 1 (OK: nothing) and returns status. */
 ingot_status ingot__fail(ingot_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));

@@ -95,6 +95,8 @@ static void test_forced(void **state) {
 	                                    ":general",
 	                                    "REFERENCE",
 	                                    "attn_fwd",
+	                                    "attn_fwd_reference:no_such_variant",
+	                                    "reference:no_such_variant",
 	                                    " reference",
 	                                    "reference ",
 	                                    "%s%s%n"};
@@ -112,10 +114,34 @@ static void test_forced(void **state) {
 		expect_sentence("options.backend");
 		long_name[n] = n % 2 ? '/' : ':';
 	}
-	assert_int_equal(choose(device, "attn_fwd_reference:no_such_variant", 0), INGOT_UNSUPPORTED);
-	expect_sentence("variant");
 	assert_int_equal(choose(device, "", 0), INGOT_OK); /* as NULL */
 	assert_string_not_equal(choice.because, "forced");
+}
+
+/* A variant that is there runs what it is chosen for, and is refused, not missed, for the rest. */
+static void test_forced_variants(void **state) {
+	int refused = 0;
+	attention(INGOT__ATTN_BWD, INGOT_F32, 1, 4, 16, 16, 64);
+	for (int i = 0; i < ingot__impl_count; i++) {
+		const ingot__impl *const x = ingot__impls[i];
+		int chosen;
+		if (x->op != INGOT__ATTN_BWD || x->device != INGOT_CPU || !ingot__device_runs(device, x->arch) ||
+		    x->refuse(&problem, device, &chosen))
+			continue;
+		for (int v = 0; v < x->variant_count; v++) {
+			char name[128];
+			snprintf(name, sizeof name, "%s:%s", x->name, ingot__variant_name(x, v));
+			if (v == chosen) {
+				assert_int_equal(choose(device, name, 0), INGOT_OK);
+				assert_int_equal(choice.variant, v);
+				continue;
+			}
+			assert_int_equal(choose(device, name, 0), INGOT_UNSUPPORTED);
+			expect_sentence("variant");
+			refused++;
+		}
+	}
+	if (!refused) skip(); /* a machine whose kernels have one variant each */
 }
 
 /* Forced and unable: refused with its reason, though another could. */
@@ -362,6 +388,7 @@ int main(int argc, char **argv) {
 	setenv("INGOT_TUNING_PATH", rows_path, 1);
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_forced),
+		cmocka_unit_test(test_forced_variants),
 		cmocka_unit_test(test_no_fallback),
 		cmocka_unit_test(test_measured_fastest),
 		cmocka_unit_test(test_stale_rows_prove_nothing),

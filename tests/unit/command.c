@@ -11,6 +11,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "packs.h"
 #include "safetensors.h"
 #include "tool.h"
 
@@ -167,6 +168,33 @@ static int attn(const char *more) {
 	return status;
 }
 
+/* Packs: nothing to verify is no success, a verb takes its own options only, and a pack replaces packs only. */
+static void test_image(void **state) {
+	char pack[] = "pack-XXXXXX", line[128];
+	close(mkstemp(pack));
+	assert_int_equal(ingot__pack_write(pack, "sm_90a", "none", NULL, 0), INGOT_OK);
+	static const char *const failed[] = {"image verify %s --only zzz", "image extract %s --only zzz -o ."};
+	for (int i = 0; i < 2; i++) {
+		snprintf(line, sizeof line, failed[i], pack);
+		if (ingot(line) != TOOL_FAILED) fail_msg("ingot %s: not status 1", line);
+	}
+	static const char *const stray[] = {"image list %s --only zzz", "image verify %s --json", "image diff %s %s -o x",
+	                                    "image list %s --arch sm_90a"};
+	for (int i = 0; i < 4; i++) {
+		snprintf(line, sizeof line, stray[i], pack, pack);
+		if (ingot(line) != TOOL_USAGE) fail_msg("ingot %s: not status 2", line);
+	}
+	snprintf(line, sizeof line, "image merge %s -o %s", pack, attn_path); /* no pack, and it stays */
+	assert_int_equal(ingot(line), TOOL_USAGE);
+	safetensors file;
+	assert_true(safetensors_open(attn_path, &file));
+	safetensors_release(&file);
+	snprintf(line, sizeof line, "image merge %s -o %s", pack, pack);
+	assert_int_equal(ingot(line), TOOL_OK);
+	unlink(pack);
+	assert_int_equal(ingot("build --arch sm_90a --list --only zzz"), TOOL_FAILED);
+}
+
 /* attn passes on the textbook's own result, and fails where the file expects another; the results are written both times. */
 static void test_attn_compares(void **state) {
 	char line[128], out[64];
@@ -264,10 +292,15 @@ static void test_attn_keeps_its_input(void **state) {
 
 int main(void) {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_wrong_use_is_2),       cmocka_unit_test(test_help_is_0),
-		cmocka_unit_test(test_list_fits_a_terminal), cmocka_unit_test(test_nothing_run_is_inconclusive),
-		cmocka_unit_test(test_attn_compares),        cmocka_unit_test(test_attn_uses_every_tensor),
-		cmocka_unit_test(test_attn_refuses_options), cmocka_unit_test(test_attn_windows_have_bounds),
+		cmocka_unit_test(test_wrong_use_is_2),
+		cmocka_unit_test(test_help_is_0),
+		cmocka_unit_test(test_list_fits_a_terminal),
+		cmocka_unit_test(test_nothing_run_is_inconclusive),
+		cmocka_unit_test(test_image),
+		cmocka_unit_test(test_attn_compares),
+		cmocka_unit_test(test_attn_uses_every_tensor),
+		cmocka_unit_test(test_attn_refuses_options),
+		cmocka_unit_test(test_attn_windows_have_bounds),
 		cmocka_unit_test(test_attn_keeps_its_input),
 	};
 	return cmocka_run_group_tests(tests, make_attn, remove_attn);
