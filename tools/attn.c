@@ -9,13 +9,10 @@
 #include "safetensors.h"
 #include "tool.h"
 
-#include <errno.h>
-#include <libgen.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 /* Above this many query-key pairs the fp64 reference takes minutes: it then needs --reference full. */
 #define REFERENCE_PAIRS 0x1p28
@@ -200,9 +197,7 @@ static int check_options(const tool_command *command, const settings *s) {
 		return tool_usage(command, "--dtype \"%s\"; allowed are f32, f16, bf16", s->dtype);
 	if (strcmp(s->reference, "auto") != 0 && strcmp(s->reference, "full") != 0 && strcmp(s->reference, "none") != 0)
 		return tool_usage(command, "--reference \"%s\"; allowed are auto, full, none", s->reference);
-	if (s->backend && !tool_backend_known(s->backend))
-		return tool_usage(command, "--backend \"%s\" names no family, implementation or variant; see ingot list",
-		                  s->backend);
+	if (s->backend && !tool_backend_known(s->backend)) return tool_usage(command, TOOL_UNKNOWN_BACKEND, s->backend);
 	if (s->forward && s->backward) return tool_usage(command, "--forward and --backward exclude each other");
 	return -1;
 }
@@ -751,14 +746,9 @@ static void print_unused(const settings *s, const layer *layers, int count, cons
 /* -1, or the status after a message: before anything is computed, whether the results could be written there. */
 static int check_out(const tool_command *command, const char *in, const char *out) {
 	struct stat a, b;
-	const bool exists = stat(out, &b) == 0;
-	if (exists && stat(in, &a) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
+	if (stat(out, &b) == 0 && stat(in, &a) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
 		return tool_usage(command, "--out %s is the file that is read", out);
-	if (exists && S_ISDIR(b.st_mode)) return tool_usage(command, "--out %s is a folder", out);
-	char *copy = strdup(out);
-	const bool writable = copy && access(dirname(copy), W_OK | X_OK) == 0;
-	free(copy);
-	return writable ? -1 : tool_usage(command, "--out %s cannot be written: %s", out, strerror(errno));
+	return tool_check_writable(command, "--out", out);
 }
 
 static int run(const tool_command *command, int argc, char **argv) {

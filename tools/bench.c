@@ -19,7 +19,7 @@ enum { ROWS_MOST = 8192, THREADS_MOST = 16, TIMES_MOST = 100000, GPU_TIMES_MOST 
 
 typedef struct settings {
 	const char *backend, *rows, *only;
-	double seconds;
+	double seconds; /* NaN: not given */
 	int64_t from;
 	bool json;
 	int64_t threads[THREADS_MOST];
@@ -215,6 +215,7 @@ typedef struct bench {
 	row *rows;
 	int row_count;
 	int measured, failed;
+	bool unwritten;   /* rows that could not be */
 	int64_t problems; /* read so far */
 	/* The best rate of each implementation so far, by unit: what it would take is known before it is run. */
 	struct {
@@ -331,6 +332,7 @@ static void bench_problem(bench *b, const char *name, const problem *p, int32_t 
 	if (b->rows && b->row_count && !rows_merge(s->rows, b->rows, b->row_count, error, sizeof error)) {
 		tool_failed(b->command, "%s", error);
 		b->failed++;
+		b->unwritten = true;
 	}
 }
 
@@ -372,7 +374,7 @@ static bool bench_file(bench *b, const char *path) {
 }
 
 static int run(const tool_command *command, int argc, char **argv) {
-	settings s = {.seconds = -1, .from = 1};
+	settings s = {.seconds = NAN, .from = 1};
 	const char *suite = NULL, *problem_text = NULL, *threads = NULL, *device = "cpu", *why;
 	const tool_option options[] = {
 		{"--device", "DEVICE", "cpu, or cuda:N", TOOL_TEXT, &device, 0, 0},
@@ -395,9 +397,10 @@ static int run(const tool_command *command, int argc, char **argv) {
 	if (stop >= 0) return stop;
 	if (suite && problem_text) return tool_usage(command, "--suite and --problem exclude each other");
 	if (!gpu_open(device, &why)) return tool_usage(command, "--device %s: %s", device, why);
+	if (s.backend && !tool_backend_known(s.backend)) return tool_usage(command, TOOL_UNKNOWN_BACKEND, s.backend);
 	const ingot_stream stream = gpu_stream();
 	const bool gpu = stream.type != INGOT_CPU;
-	if (s.seconds == -1) s.seconds = gpu ? 0.02 : 0.4;
+	if (isnan(s.seconds)) s.seconds = gpu ? 0.02 : 0.4;
 	if (s.seconds < 0) return tool_usage(command, "--seconds %g; allowed is 0 or more", s.seconds);
 	if (threads && gpu) return tool_usage(command, "--threads are a CPU's; --device is %s", device);
 	if (threads) {
@@ -415,6 +418,9 @@ static int run(const tool_command *command, int argc, char **argv) {
 	cJSON *root = NULL;
 	char arch[64] = "", model[64] = "";
 	ingot_device_describe(stream, arch, sizeof arch, model, sizeof model, NULL);
+	char error[256];
+	if (s.rows && (tool_check_writable(command, "--rows", s.rows) >= 0)) return TOOL_USAGE;
+	if (s.rows && !rows_check(s.rows, arch, false, error, sizeof error)) return tool_usage(command, "--rows %s", error);
 	if (s.json) {
 		root = cJSON_CreateObject();
 		cJSON_AddStringToObject(root, "version", ingot_version_string());
@@ -451,11 +457,15 @@ static int run(const tool_command *command, int argc, char **argv) {
 					printf("peak for %s, %lld thread%s: %.1f GFLOP/s\n", tool_dtype_name(dtype),
 					       (long long)s.threads[i], s.threads[i] == 1 ? "" : "s", best_peak[dtype][s.threads[i]]);
 	}
-	if (good && b.row_count && !s.json)
+	if (good && b.row_count && !b.unwritten && !s.json)
 		printf("%d tuning rows in %s; `ingot check --level 2 --rows %s` adds their evidence\n", b.row_count, s.rows,
 		       s.rows);
 	free(b.rows);
-	return !good ? TOOL_USAGE : b.failed ? TOOL_FAILED : b.measured ? TOOL_OK : TOOL_INCONCLUSIVE;
+	if (good && !b.measured && !b.failed)
+		return tool_usage(command, "nothing was timed: of %lld problems --from %lld%s%s%s leaves none",
+		                  (long long)b.problems, (long long)s.from, s.only ? " --only \"" : "", s.only ? s.only : "",
+		                  s.only ? "\"" : "");
+	return !good ? TOOL_USAGE : b.failed ? TOOL_FAILED : TOOL_OK;
 }
 
 const tool_command tool_bench = {
@@ -463,7 +473,8 @@ const tool_command tool_bench = {
 	.usage = "[options]",
 	.summary = "time the rows of a suite beside what this processor can reach",
 	.text =
-		"Rates count query-key pairs exactly: 2 pairs (D + Dv) forward, 2 pairs (3 D + 2 Dv) backward. The limit is a loop of\n"
+		"Rates count query-key pairs exactly: 2 pairs (D + Dv) forward, 2 pairs (3 D + 2 Dv) backward; sequences are full where\n"
+		"the problem gives no lengths (ql, kl). The limit is a loop of\n"
 		"multiply-accumulates in registers, for decode a loop that reads K and V; both run between the repeats.\n"
 		"On a GPU calls are timed by events, inputs in memory rather than in the cache; rows get the median.\n\n"
 		"examples:\n"

@@ -70,6 +70,7 @@ static void lay_out_side(test_case *c, side *s, int64_t byte, const int64_t *giv
 	for (int64_t b = 0; b < batch; b++) {
 		s->raw[b] = s->length == INGOT_LENGTH_MAX ? s->max
 		            : count                       ? given[b]
+		            : c->mode == CASE_SPEED       ? s->max
 		                                          : random_length(c->seed, stream, b, s->max);
 		total += s->raw[b] > 0 ? s->raw[b] : 0;
 	}
@@ -127,7 +128,9 @@ static void lay_out_pages(test_case *c, side *s) {
 	s->length = p->pages == PAGES_CSR_LAST ? INGOT_LENGTH_LAST_PAGE : INGOT_LENGTH_INDIVIDUAL;
 	int64_t used = 0, *first = tool_alloc(sizeof(int64_t) * (size_t)(batch + 1));
 	for (int64_t b = 0; b < batch; b++) {
-		s->raw[b] = p->k_given ? p->k_lengths[b] : random_length(c->seed, RANDOM_KLEN, b, p->sk);
+		s->raw[b] = p->k_given              ? p->k_lengths[b]
+		            : c->mode == CASE_SPEED ? p->sk
+		                                    : random_length(c->seed, RANDOM_KLEN, b, p->sk);
 		s->len[b] = clamp(s->raw[b], 0, p->pages == PAGES_DENSE ? s->max : p->sk);
 		s->start[b] = 0;
 		first[b] = used;

@@ -393,7 +393,8 @@ static int run(const tool_command *command, int argc, char **argv) {
 		{"--from", "INDEX", "go on at this case (with the same seed)", TOOL_INTEGER, &from, 0, INT64_MAX},
 		{"--seconds", "N", "stop after so long; 0: never", TOOL_INTEGER, &seconds, 0, 1 << 30},
 		{"--failures", "N", "how many failures to print", TOOL_INTEGER, &r.most_failures, 1, 1 << 30},
-		{"--rows", "FILE", "write error ratio and passed cases into the tuning rows of FILE", TOOL_TEXT, &rows, 0, 0},
+		{"--rows", "FILE", "with --level 2: write error ratio and passed cases into the tuning rows of FILE", TOOL_TEXT,
+	     &rows, 0, 0},
 		{"--json", NULL, "print JSON", TOOL_FLAG, &json, 0, 0},
 		{"--save", "FILE", "write the results to FILE, as --json prints them", TOOL_TEXT, &save, 0, 0},
 		{"--verbose", NULL, "a line for every case and kernel, refusals with their reasons", TOOL_FLAG, &r.verbose, 0,
@@ -408,6 +409,16 @@ static int run(const tool_command *command, int argc, char **argv) {
 		int32_t processors = 1;
 		ingot_device_describe((ingot_stream){0}, NULL, 0, NULL, 0, &processors);
 		jobs = gpu_stream().type == INGOT_CPU ? 1 : processors < CHECK_JOBS ? processors : CHECK_JOBS;
+	}
+	if (rows) {
+		char arch[64] = "", error[256];
+		/* A row's evidence is the whole of level 2, of whichever kernels. */
+		if (level != 2 || r.only || line || from || seconds)
+			return tool_usage(
+				command, "--rows needs --level 2, without --only, --problem, --from and --seconds: all of its cases");
+		ingot_device_describe(gpu_stream(), arch, sizeof arch, NULL, 0, NULL);
+		if (tool_check_writable(command, "--rows", rows) >= 0) return TOOL_USAGE;
+		if (!rows_check(rows, arch, true, error, sizeof error)) return tool_usage(command, "--rows %s", error);
 	}
 	pthread_mutex_init(&r.lock, NULL);
 	r.jobs = (int)jobs;

@@ -166,6 +166,7 @@ static void append_build(small_case *c) {
 		const uint64_t x = tool_hash(c->seed, RANDOM_NEW_LENGTH, (uint64_t)b);
 		fresh[b].count = length == INGOT_LENGTH_MAX ? p->sq
 		                 : p->q_given               ? clamp(p->q_lengths[b], 0, p->sq)
+		                 : c->mode == CASE_SPEED    ? p->sq
 		                                            : (int64_t)(x % (uint64_t)(p->sq + 1));
 		if (position == INGOT_POSITION_ARRAY) total += (int64_t)(x >> 32) % 3;
 		fresh[b].slot = stacked ? 0 : b;
@@ -206,7 +207,9 @@ static void append_build(small_case *c) {
 	const bool last_page = p->pages == PAGES_CSR_LAST;
 	for (int64_t b = 0; b < batch; b++) {
 		before[b] = p->k_given ? p->k_lengths[b]
-		                       : (int64_t)(tool_hash(c->seed, RANDOM_LENGTH, (uint64_t)b) % (uint64_t)(rows_most + 1));
+		            : c->mode == CASE_SPEED
+		                ? rows_most - fresh[b].count /* all of them fit */
+		                : (int64_t)(tool_hash(c->seed, RANDOM_LENGTH, (uint64_t)b) % (uint64_t)(rows_most + 1));
 		/* What the last page tells is the length after: it must not lie before its own page. */
 		if (last_page) before[b] = clamp(before[b], 0, rows_most - fresh[b].count);
 	}

@@ -4,10 +4,13 @@
 #include "tool.h"
 
 #include <errno.h>
+#include <libgen.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "gpu.h"
 
@@ -155,6 +158,15 @@ int tool_parse(const tool_command *command, const tool_option *options, int argc
 			return tool_usage(command, "%s \"%s\" is not %s", o->name, value, allowed);
 	}
 	return -1;
+}
+
+int tool_check_writable(const tool_command *command, const char *option, const char *path) {
+	struct stat is;
+	if (stat(path, &is) == 0 && S_ISDIR(is.st_mode)) return tool_usage(command, "%s %s is a folder", option, path);
+	char *copy = strdup(path);
+	const bool writable = copy && access(dirname(copy), W_OK | X_OK) == 0;
+	free(copy);
+	return writable ? -1 : tool_usage(command, "%s %s cannot be written: %s", option, path, strerror(errno));
 }
 
 int tool_integers(const char *text, int64_t low, int64_t high, int64_t *values, int most) {

@@ -94,7 +94,7 @@ const char *problem_grammar(void) {
 		   "  bias=f32 bias=bool:hk                   bias, with the axes that are not broadcast (bhqk); bias0: by stride 0\n"
 		   "  varlen=cu qside=gaps kside=0x04         how lengths are given: full, padded, lengths, cu, strided, slots, slotscu,\n"
 		   "                                          gaps, stackfull, gapsfull or the byte itself\n"
-		   "  ql=3/0/17 kl=5/12/0                     the lengths; else random ones\n"
+		   "  ql=3/0/17 kl=5/12/0                     the lengths; else random ones (bench: full)\n"
 		   "  paged=16 csr=16 csrlast=16 hnd share    pages of that many keys: dense table, CSR, CSR with last-page lengths\n"
 		   "  descale descalek descaleq               factors of 8-bit inputs: one, [B,Hk], or q's [B,Hq]\n"
 		   "  bshd packed pitch=3 misalign kv0 do0    strides: transposed, packed QKV, spare columns, odd bases, stride 0\n"
@@ -400,20 +400,43 @@ void problem_print(const problem *p, char *buffer, size_t capacity) {
 	if (p->data) add(&t, ",data=%s", data_names[p->data]);
 }
 
-double problem_pairs(const problem *p) {
-	const int64_t off = p->align == INGOT_BOTTOM_RIGHT ? p->sk - p->sq : 0;
+/* Live rows of sequence b on one side: the given length, else the longest. */
+static int64_t rows_of(const int64_t *lengths, int64_t given, int64_t side, int64_t b, int64_t most) {
+	if (!given || (side >> 1 & 3) == INGOT_LENGTH_MAX) return most;
+	return lengths[b] < 0 ? 0 : lengths[b] < most ? lengths[b] : most;
+}
+
+static int64_t queries_of(const problem *p, int64_t b) {
+	return rows_of(p->q_lengths, p->q_given, p->q_side, b, p->sq);
+}
+
+static int64_t keys_of(const problem *p, int64_t b) {
+	const int64_t size = p->page_size;
+	return rows_of(p->k_lengths, p->k_given, p->k_side, b,
+	               p->k_given && p->pages == PAGES_DENSE ? (p->sk + size - 1) / size * size : p->sk);
+}
+
+/* Pairs of one query head of a sequence of sq rows and sk keys. */
+static double pairs_of(const problem *p, int64_t sq, int64_t sk) {
+	if (p->mask == INGOT_MASK_NONE) return (double)sq * (double)sk;
+	const int64_t off = p->align == INGOT_BOTTOM_RIGHT ? sk - sq : 0;
+	const int64_t right = p->mask == INGOT_MASK_CAUSAL ? 0 : p->right;
 	double pairs = 0;
-	if (p->mask == INGOT_MASK_NONE) pairs = (double)p->sq * (double)p->sk;
-	else
-		for (int64_t i = 0; i < p->sq; i++) {
-			int64_t first = 0, last = p->sk;
-			if (p->mask == INGOT_MASK_WINDOW && p->left != INGOT_UNBOUNDED && i + off - p->left > first)
-				first = i + off - p->left;
-			const int64_t right = p->mask == INGOT_MASK_CAUSAL ? 0 : p->right;
-			if (right != INGOT_UNBOUNDED && i + off + right + 1 < last) last = i + off + right + 1;
-			if (last > first) pairs += (double)(last - first);
-		}
-	return pairs * (double)p->batch * (double)p->heads_q;
+	for (int64_t i = 0; i < sq; i++) {
+		int64_t first = 0, last = sk;
+		if (p->mask == INGOT_MASK_WINDOW && p->left != INGOT_UNBOUNDED && i + off - p->left > first)
+			first = i + off - p->left;
+		if (right != INGOT_UNBOUNDED && i + off + right + 1 < last) last = i + off + right + 1;
+		if (last > first) pairs += (double)(last - first);
+	}
+	return pairs;
+}
+
+double problem_pairs(const problem *p) {
+	if (!p->q_given && !p->k_given) return pairs_of(p, p->sq, p->sk) * (double)p->batch * (double)p->heads_q;
+	double pairs = 0;
+	for (int64_t b = 0; b < p->batch; b++) pairs += pairs_of(p, queries_of(p, b), keys_of(p, b));
+	return pairs * (double)p->heads_q;
 }
 
 double problem_flops(const problem *p) {
@@ -422,8 +445,9 @@ double problem_flops(const problem *p) {
 }
 
 double problem_kv_bytes(const problem *p) {
-	return (double)p->batch * (double)p->heads_k * (double)p->sk * (double)(p->d + p->dv) *
-	       tool_dtype_size((int32_t)p->kv_dtype);
+	int64_t keys = 0;
+	for (int64_t b = 0; b < p->batch; b++) keys += keys_of(p, b);
+	return (double)keys * (double)p->heads_k * (double)(p->d + p->dv) * tool_dtype_size((int32_t)p->kv_dtype);
 }
 
 double problem_moved_bytes(const problem *p) {
@@ -433,9 +457,12 @@ double problem_moved_bytes(const problem *p) {
 	case TOOL_MERGE:
 		return rows * ((double)p->parts * ((double)p->d * own + 4) +
 		               (double)p->d * tool_dtype_size((int32_t)p->out_dtype) + 4);
-	case TOOL_APPEND:
-		return (double)p->batch * (double)p->heads_k * (double)p->sq * (double)(p->d + p->dv) *
+	case TOOL_APPEND: {
+		int64_t fresh = 0;
+		for (int64_t b = 0; b < p->batch; b++) fresh += queries_of(p, b);
+		return (double)fresh * (double)p->heads_k * (double)(p->d + p->dv) *
 		       (own + tool_dtype_size((int32_t)p->kv_dtype));
+	}
 	case TOOL_MASK: return rows * (double)p->sk;
 	default: return 0;
 	}

@@ -49,7 +49,7 @@ typedef struct problem {
 /* How much of a problem is made into memory. */
 typedef enum case_mode {
 	CASE_SHAPES, /* none: enough for explain, workspace and prepare */
-	CASE_SPEED,  /* tensors with values */
+	CASE_SPEED,  /* tensors with values; sequences are full where the line gives no lengths */
 	CASE_CHECK   /* and all that judging the results needs */
 } case_mode;
 
@@ -75,7 +75,7 @@ bool problem_parse(const char *text, problem *p, char *error, size_t capacity);
 void problem_print(const problem *p, char *text, size_t capacity);
 const char *problem_grammar(void);
 
-/* Query-key pairs the mask keeps when every sequence is full, over all query heads. */
+/* Query-key pairs the mask keeps, over all query heads. Here and below sequences are of the given lengths, else full. */
 double problem_pairs(const problem *p);
 /* Work of one call: FLOPs of an attention, bytes of K and V read once a key head. */
 double problem_flops(const problem *p);

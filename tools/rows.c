@@ -107,6 +107,21 @@ static bool write_table(const char *path, table *t, char *error, size_t capacity
 	return good;
 }
 
+bool rows_check(const char *path, const char *arch, bool must_exist, char *error, size_t capacity) {
+	table t = {0};
+	if (must_exist && access(path, R_OK) != 0) {
+		snprintf(error, capacity, "%s: %s", path, strerror(errno));
+		return false;
+	}
+	bool good = read_table(path, &t, error, capacity);
+	for (int i = 0; good && i < t.count; i++) {
+		good = strcmp(t.rows[i].arch, arch) == 0;
+		if (!good) snprintf(error, capacity, "%s holds rows of %s; this device is %s", path, t.rows[i].arch, arch);
+	}
+	free(t.rows);
+	return good;
+}
+
 bool rows_merge(const char *path, const row *rows, int count, char *error, size_t capacity) {
 	table t = {0};
 	bool good = read_table(path, &t, error, capacity);

@@ -58,6 +58,9 @@ int tool_parse(const tool_command *command, const tool_option *options, int argc
 int tool_usage(const tool_command *command, const char *format, ...) __attribute__((format(printf, 2, 3)));
 int tool_failed(const tool_command *command, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* -1, or TOOL_USAGE after a message: whether a file could be put at the path that an option gives, before what takes long. */
+int tool_check_writable(const tool_command *command, const char *option, const char *path);
+
 /* Comma-separated list of integers in [low, high]; their number, or -1. */
 int tool_integers(const char *text, int64_t low, int64_t high, int64_t *values, int most);
 
@@ -93,6 +96,7 @@ const char *tool_operator_name(tool_operator op); /* "attn_fwd" */
 int tool_operator_parse(const char *name);        /* by the library's name; -1 */
 /* Whether any implementation of the library is meant by it: a family, an implementation or a variant. */
 bool tool_backend_known(const char *name);
+#define TOOL_UNKNOWN_BACKEND "--backend \"%s\" names no family, implementation or variant; see ingot list"
 /* With tensors in the command's memory, on the device that --device names; the reference always runs on the CPU. */
 ingot_status tool_run(tool_operator op, const void *params, const ingot_options *options);
 /* With tensors in the stream's memory, asynchronously on a GPU. */

@@ -1,5 +1,6 @@
 /* The command's answers as a shell sees them: its exit statuses. What it prints is for people; what it computes is tested
  * where it is computed. */
+#define INGOT_EXPERIMENTAL
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -12,6 +13,7 @@
 #include <unistd.h>
 
 #include "packs.h"
+#include "rows.h"
 #include "safetensors.h"
 #include "tool.h"
 
@@ -48,6 +50,9 @@ static void test_wrong_use_is_2(void **state) {
 		"check --jobs 0",
 		"check --device cuda:x",
 		"bench --suite a --problem fwd:b1",
+		"bench --seconds -1 --problem fwd:b1,h1,s9,d16",
+		"bench --problem fwd:b1,h1,s9,d16 --backend no_such_kernel",
+		"explain fwd:b1,h1,s9,d16 --backend no_such_kernel",
 	};
 	for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
 		if (ingot(wrong[i]) != TOOL_USAGE) fail_msg("ingot %s: not status 2", wrong[i]);
@@ -73,24 +78,31 @@ static void test_help_is_0(void **state) {
 		if (ingot(good[i]) != TOOL_OK) fail_msg("ingot %s: not status 0", good[i]);
 }
 
+/* The status of "ingot <line>"; what it prints to the stream (1 or 2) goes to said. */
+static char said[1 << 16];
+
+static int ingot_heard(const char *line, int stream) {
+	fflush(NULL);
+	FILE *f = tmpfile();
+	const int kept = dup(stream);
+	assert_true(f && kept >= 0 && dup2(fileno(f), stream) == stream);
+	const int status = ingot(line);
+	fflush(NULL);
+	assert_true(dup2(kept, stream) == stream);
+	close(kept);
+	rewind(f);
+	said[fread(said, 1, sizeof said - 1, f)] = 0;
+	fclose(f);
+	return status;
+}
+
 /* How many lines "ingot <line>" prints, and the length of the longest. */
 static int printed_lines(const char *line, size_t *longest) {
-	fflush(stdout);
-	FILE *file = tmpfile();
-	assert_non_null(file);
-	const int kept = dup(STDOUT_FILENO);
-	dup2(fileno(file), STDOUT_FILENO);
-	const int status = ingot(line);
-	fflush(stdout);
-	dup2(kept, STDOUT_FILENO);
-	close(kept);
-	assert_int_equal(status, TOOL_OK);
+	assert_int_equal(ingot_heard(line, 1), TOOL_OK);
 	int lines = 0;
 	*longest = 0;
-	rewind(file);
-	for (char text[4096]; fgets(text, sizeof text, file); lines++)
-		if (strlen(text) > *longest) *longest = strlen(text);
-	fclose(file);
+	for (char *save, *at = strtok_r(said, "\n", &save); at; at = strtok_r(NULL, "\n", &save), lines++)
+		if (strlen(at) > *longest) *longest = strlen(at);
 	return lines;
 }
 
@@ -101,8 +113,8 @@ static void test_list_fits_a_terminal(void **state) {
 	for (int32_t i = 0; ingot_implementation_get(i, &impl) == INGOT_OK; i++) variants += impl.variant_count;
 	size_t longest, longest_verbose;
 	const int lines = printed_lines("list", &longest), verbose = printed_lines("list --verbose", &longest_verbose);
-	assert_in_range(longest, 1, 101);
-	assert_in_range(longest_verbose, 1, 101);
+	assert_in_range(longest, 1, 100);
+	assert_in_range(longest_verbose, 1, 100);
 	assert_int_equal(verbose - lines, variants);
 }
 
@@ -148,24 +160,58 @@ static int remove_attn(void **state) {
 	return unlink(attn_path);
 }
 
-/* The status of "ingot attn FILE --repeats 1 <more>"; what it prints goes to said. */
-static char said[4096];
-
 static int attn(const char *more) {
 	char line[256];
 	snprintf(line, sizeof line, "attn %s --repeats 1 %s", attn_path, more);
-	fflush(stdout);
-	FILE *f = tmpfile();
-	const int kept = dup(1);
-	assert_true(f && kept >= 0 && dup2(fileno(f), 1) == 1);
-	const int status = ingot(line);
-	fflush(stdout);
-	assert_true(dup2(kept, 1) == 1);
-	close(kept);
-	rewind(f);
-	said[fread(said, 1, sizeof said - 1, f)] = 0;
-	fclose(f);
-	return status;
+	return ingot_heard(line, 1);
+}
+
+/* Tuning rows are written where they belong, or nothing is measured. */
+static void test_rows_files(void **state) {
+	char path[] = "rows-XXXXXX", line[256], error[256];
+	close(mkstemp(path));
+	row r = {.op = "attn_fwd",
+	         .bucket = "f32",
+	         .implementation = "attn_fwd_reference",
+	         .variant = "general",
+	         .digest = "d1",
+	         .device = "m",
+	         .date = "2026-01-01"};
+	ingot_device_describe((ingot_stream){0}, r.arch, sizeof r.arch, NULL, 0, NULL);
+	assert_true(rows_merge(path, &r, 1, error, sizeof error));
+	static const char *const partial[] = {"--problem fwd:b1,h1,s9,d16,f32", "--level 1 --only b1,h1,s1,",
+	                                      "--level 2 --only b1,h1,s1,", "--level 2 --seconds 1",
+	                                      "--level 2 --from 100000000"};
+	for (int i = 0; i < 5; i++) {
+		snprintf(line, sizeof line, "check %s --rows %s", partial[i], path);
+		if (ingot(line) != TOOL_USAGE) fail_msg("ingot %s: not status 2", line);
+	}
+	static const char *const cannot[] = {"no_such_folder/rows.tsv", ".", INGOT_SOURCE_DIR "/README.md"};
+	for (int i = 0; i < 3; i++) {
+		snprintf(line, sizeof line, "bench --problem fwd:b1,h1,s9,d16,f32 --seconds 0 --rows %s", cannot[i]);
+		assert_int_equal(ingot_heard(line, 1), TOOL_USAGE);
+		assert_string_equal(said, "");
+	}
+	snprintf(line, sizeof line, "bench --problem fwd:b1,h1,s9,d16,f32 --seconds 0 --rows %s", path);
+	assert_int_equal(ingot_heard(line, 1), TOOL_OK);
+	assert_non_null(strstr(said, "tuning rows in rows-"));
+	unlink(path);
+	strcpy(r.arch, "another");
+	assert_true(rows_merge(path, &r, 1, error, sizeof error));
+	assert_int_equal(ingot_heard(line, 2), TOOL_USAGE);
+	assert_non_null(strstr(said, "rows of another"));
+	unlink(path);
+	snprintf(line, sizeof line, "check --level 2 --backend attn_merge_reference --rows %s", path);
+	assert_int_equal(ingot(line), TOOL_USAGE);
+	assert_int_equal(access(path, F_OK), -1);
+}
+
+/* Nothing to time is said. */
+static void test_bench_says_that_nothing_is_left(void **state) {
+	assert_int_equal(ingot_heard("bench --only zzz", 2), TOOL_USAGE);
+	assert_non_null(strstr(said, "--only \"zzz\""));
+	assert_int_equal(ingot_heard("bench --from 99999", 2), TOOL_USAGE);
+	assert_non_null(strstr(said, "--from 99999"));
 }
 
 /* Packs: nothing to verify is no success, a verb takes its own options only, and a pack replaces packs only. */
@@ -296,6 +342,8 @@ int main(void) {
 		cmocka_unit_test(test_help_is_0),
 		cmocka_unit_test(test_list_fits_a_terminal),
 		cmocka_unit_test(test_nothing_run_is_inconclusive),
+		cmocka_unit_test(test_rows_files),
+		cmocka_unit_test(test_bench_says_that_nothing_is_left),
 		cmocka_unit_test(test_image),
 		cmocka_unit_test(test_attn_compares),
 		cmocka_unit_test(test_attn_uses_every_tensor),

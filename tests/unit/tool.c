@@ -11,6 +11,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "case.h"
 #include "check.h"
 #include "kernels/cpu.h"
 #include "rows.h"
@@ -193,6 +194,43 @@ static void test_the_oracle(void **state) {
 	assert_int_equal(word[3], 0x6d5451fd);
 }
 
+/* The rates of ingot bench count what its call does: pairs and keys of the lengths, which are full where none are given. */
+static void test_work_is_of_the_lengths(void **state) {
+	static const char *const lines[] = {"fwd:b2,h8,s512,d64,varlen=cu,ql=256/256,kl=256/256",
+	                                    "fwd:b3,h2,s65,d64,varlen=cu",
+	                                    "fwd:b3,h2,s65,d64,causal,varlen=lengths,ql=3/0/65,kl=65/9/2",
+	                                    "fwd:b2,h2,sq7,sk9,d16,window=3:1,tl,kside=cu,kl=9/4",
+	                                    "fwd:b2,h2,s33,d16,window=inf:2,qside=gaps,ql=-1/99",
+	                                    "fwd:b1,hq32,hk8,sq1,sk8192,d128,bf16,paged=16",
+	                                    "fwd:b2,hq4,hk2,sq3,sk100,d64,bf16,causal,paged=16,kl=112/17",
+	                                    "fwd:b2,h2,sq1,sk100,d64,csrlast=16,kl=100/3",
+	                                    "bwd:b2,h2,s20,d16,dv8,causal,varlen=padded,ql=20/3,kl=5/20"};
+	for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+		problem p;
+		test_case c;
+		char error[256];
+		if (!problem_parse(lines[i], &p, error, sizeof error) ||
+		    !case_build(&c, &p, 1, CASE_SPEED, error, sizeof error))
+			fail_msg("%s: %s", lines[i], error);
+		const double pairs = oracle_pairs(&c.truth);
+		int64_t keys = 0;
+		for (int64_t b = 0; b < p.batch; b++) keys += c.len_k[b];
+		if (problem_pairs(&p) != pairs) fail_msg("%s: %g pairs, not %g", lines[i], pairs, problem_pairs(&p));
+		const double bytes = (double)(keys * p.heads_k * (p.d + p.dv) * tool_dtype_size((int32_t)p.kv_dtype));
+		if (problem_kv_bytes(&p) != bytes) fail_msg("%s: %g bytes, not %g", lines[i], bytes, problem_kv_bytes(&p));
+		case_release(&c);
+	}
+	/* full: nothing given is as if the longest were */
+	problem p, q;
+	char error[256];
+	assert_true(problem_parse("fwd:b2,h2,s64,d16,causal,varlen=cu", &p, error, sizeof error));
+	assert_true(problem_parse("fwd:b2,h2,s64,d16,causal,varlen=cu,ql=64/64,kl=64/64", &q, error, sizeof error));
+	assert_true(problem_flops(&p) == problem_flops(&q));
+	assert_true(problem_parse("append:b2,hk2,s8,sk64,d16,varlen=cu", &p, error, sizeof error));
+	assert_true(problem_parse("append:b2,hk2,s8,sk64,d16,varlen=cu,ql=8/0", &q, error, sizeof error));
+	assert_true(problem_moved_bytes(&p) == 2 * problem_moved_bytes(&q));
+}
+
 static void test_rows(void **state) {
 	char path[] = "rows-XXXXXX", error[256];
 	close(mkstemp(path));
@@ -226,7 +264,15 @@ static void test_rows(void **state) {
 	text[fread(text, 1, sizeof text - 1, f)] = 0;
 	fclose(f);
 	assert_non_null(strstr(text, "f32\tattn_fwd_avx2\tgeneral\t9.0\t0.000\t0\td2"));
+	/* one file, one architecture; nothing but rows; missing only where it may be made */
+	assert_true(rows_check(path, "avx2", true, error, sizeof error));
+	assert_false(rows_check(path, "avx512", false, error, sizeof error));
+	assert_non_null(strstr(error, "rows of avx2"));
+	assert_false(rows_check(INGOT_SOURCE_DIR "/README.md", "avx2", false, error, sizeof error));
 	unlink(path);
+	assert_true(rows_check(path, "avx2", false, error, sizeof error));
+	assert_false(rows_check(path, "avx2", true, error, sizeof error));
+	assert_int_equal(access(path, F_OK), -1);
 }
 
 int main(void) {
@@ -239,6 +285,7 @@ int main(void) {
 		cmocka_unit_test(test_ulp),
 		cmocka_unit_test(test_the_rule),
 		cmocka_unit_test(test_the_oracle),
+		cmocka_unit_test(test_work_is_of_the_lengths),
 		cmocka_unit_test(test_rows),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
