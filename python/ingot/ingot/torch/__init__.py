@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import Counter
 from typing import Any, Optional, Union
 
@@ -252,9 +253,11 @@ def _seed(q: Tensor, dropout_p: float, dropout_seed: Union[int, Tensor, None]) -
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     if isinstance(dropout_seed, Tensor):
         return dropout_seed
-    if isinstance(dropout_seed, float):
-        raise TypeError(f"dropout_seed is {dropout_seed!r}; it is an int or an int64 tensor of one element")
-    return torch.tensor([(dropout_seed + 2**63) % 2**64 - 2**63], dtype=torch.int64, device=q.device)
+    try:
+        number = operator.index(dropout_seed)
+    except TypeError:
+        raise TypeError(f"dropout_seed is {dropout_seed!r}; it is an int or an int64 tensor of one element") from None
+    return torch.tensor([(number + 2**63) % 2**64 - 2**63], dtype=torch.int64, device=q.device)
 
 
 def attention(
