@@ -436,6 +436,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80(const __grid
 			if (FOLDS && n >= n_first) fold(a, out, top, unit, n + 1 + FOLD > n_last, true);
 		} while (FOLDS && n >= n_first);
 		copy_wait<0>();
+		if (n_last < n_first)
+			block_barrier(); /* Q is here, which the products else have waited for: its tile takes the output */
 		if (folded && n_last / FOLD * FOLD > n_first) fold(a, out, top, unit, false, false);
 
 		/* Each warp reads and writes its own rows of Q's tile only. */
