@@ -395,16 +395,20 @@ static int mapped(void *argument) {
 	CHECK(first.arguments_size == second.arguments_size &&
 	          !memcmp(first.arguments, second.arguments, first.arguments_size),
 	      "two argument structs");
-	/* the backward: rows' numbers, all products, and rounding, with heads that all lie in one place; in no fixed order */
-	call b = backward("attn_bwd_sm90");
-	ingot_options options = options_of(&b);
-	b.params.bwd.k.stride[1] = b.params.bwd.v.stride[0] = b.params.bwd.dout.stride[1] = 0;
-	double_forget();
-	CHECK(!make(&b, RUN, on(0, NULL), &options), "%s", ingot_last_error());
-	CHECK(double_events() == 5 && !*double_faults(), "%d events, %s", double_events(), double_faults());
-	options.flags = INGOT_DETERMINISTIC;
-	CHECK(make(&b, RUN, on(0, NULL), &options) == INGOT_UNSUPPORTED && strstr(ingot_last_error(), "atomics"), "%s",
-	      ingot_last_error());
+	/* the backward: rows' numbers, products, dQ, with heads that all lie in one place; only the split form has a fixed order */
+	for (int split = 0; split < 2; split++) {
+		call b = backward(split ? "attn_bwd_sm90_split" : "attn_bwd_sm90");
+		const ingot_options plain = options_of(&b);
+		ingot_options ordered = plain;
+		ordered.flags = INGOT_DETERMINISTIC;
+		const ingot_status status = make(&b, WORKSPACE, on(0, NULL), &ordered);
+		CHECK(split ? !status : status == INGOT_UNSUPPORTED && strstr(ingot_last_error(), "atomics"), "%s",
+		      ingot_last_error());
+		b.params.bwd.k.stride[1] = b.params.bwd.v.stride[0] = b.params.bwd.dout.stride[1] = 0;
+		double_forget();
+		CHECK(!make(&b, RUN, on(0, NULL), &plain), "%s", ingot_last_error());
+		CHECK(double_events() == 5 && !*double_faults(), "%d events, %s", double_events(), double_faults());
+	}
 	return finish();
 }
 

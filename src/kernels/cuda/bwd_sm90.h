@@ -1,0 +1,713 @@
+/*
+ * Attention backward on Hopper (sm_90a), in 16-bit types, by warpgroup products and the copy engine: what is the same whether dQ is
+ * added tile by tile (ADDS_DQ, which the including kernel defines as 0 or 1) or computed by itself.
+ *
+ * A block owns BN keys of one key head, 64 in each of its two warpgroups of owners: K and V stay in shared memory, the sums of dK and
+ * dV in registers, while the row tiles of the whole head group pass by, so that grouped heads need no atomics on dK and dV. Of a third
+ * warpgroup, one warp has the copy engine fetch Q and dO with their rows' numbers into rings, and one clears rows that may hold
+ * anything. Owners multiply transposed, S^T = K Q^T and dP^T = V dO^T, whose accumulators are already the left operands of
+ * dV += P^T dO and dK += dS^T Q. A first kernel computes each row's numbers.
+ */
+#ifndef INGOT_KERNELS_CUDA_BWD_SM90_H
+#define INGOT_KERNELS_CUDA_BWD_SM90_H
+
+#include "sm90.h"
+
+enum { CLASS_PLAIN, CLASS_MASKED }; /* masked: causal, window, variable length */
+enum { Q_MAP, DOUT_MAP, K_MAP, V_MAP, MAPS };
+/* numbers: tiles of a query head, blocks of a key head, heads worked on together; of the second kernel for dQ, blocks of rows */
+enum { ROW_TILES, KEY_BLOCKS, SECTION, MOVES, ROW_BLOCKS, ROW_SECTION };
+/* Bits of MOVES: whether a map has an axis of heads and one of batches, or a stride of 0, which the copy engine does not know. */
+#define MOVES_HEAD(map) (1 << 2 * (map))
+#define MOVES_BATCH(map) (2 << 2 * (map))
+
+#define OWNERS 2
+#define BN (64 * OWNERS)
+#define TILE_ROWS(head) ((head) == 64 ? 128 : 64)
+#define STAGES 2
+#define DS_BYTES(head) (TILE_ROWS(head) * BN * 2)
+/* A warp's part of a tile's dQ: 16 rows and 64 columns. */
+#define DQ_PART 1024
+#define DQ_BYTES (4 * OWNERS * DQ_PART * 4)
+#define CONTROL_BYTES 256
+#define SHARED_BYTES(head)                                                                               \
+	(2 * TILE_BYTES(BN, head) + 2 * STAGES * (TILE_BYTES(TILE_ROWS(head), head) + TILE_ROWS(head) * 4) + \
+	 ADDS_DQ * (STAGES * DS_BYTES(head) + DQ_BYTES) + CONTROL_BYTES)
+/* Of the kernel that computes dQ by itself. */
+#define DQ_ROWS (64 * OWNERS)
+#define DQ_SHARED_BYTES(head) (2 * TILE_BYTES(DQ_ROWS, head) + 2 * STAGES * TILE_BYTES(BN, head) + CONTROL_BYTES)
+/* Rows and keys are counted in 32 bits, with room for sums. */
+#define FAR (1 << 30)
+
+#ifdef INGOT_HOST
+
+/* Spills: of the lane that fetches masked tiles for dQ too, which has 24 registers. */
+#define IMAGES(type, number, head)                                                                  \
+	{type "_d" #head "_plain", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=0", 0}, {            \
+		type "_d" #head "_masked", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=1", 24 * ADDS_DQ \
+	}
+
+static const ingot__image_variant images[] = {IMAGES("f16", 2, 64), IMAGES("f16", 2, 128), IMAGES("bf16", 3, 64),
+                                              IMAGES("bf16", 3, 128)};
+static const int heads[] = {64, 128};
+enum { HEAD_COUNT = sizeof heads / sizeof *heads };
+static const char *const kernels[] = {"attn_bwd_sm90_rows", "attn_bwd_sm90", "attn_bwd_sm90_dq", NULL};
+
+static int head_index(const ingot__problem *p) {
+	const int64_t d = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
+	int i = 0;
+	while (i < HEAD_COUNT && heads[i] < d) i++;
+	return i;
+}
+
+static int64_t divide_up(int64_t a, int64_t b) {
+	return (a + b - 1) / b;
+}
+
+static bool aligned(const ingot_tensor *t) {
+	if ((uintptr_t)t->data % 16) return false;
+	for (int i = 0; i < 3; i++)
+		if (t->stride[i] % 8) return false;
+	return true;
+}
+
+static const char *refuse(const ingot__problem *p, const ingot__device *device, int *variant) {
+	(void)device;
+	INGOT__REFUSE_IF(p->q.dtype != INGOT_F16 && p->q.dtype != INGOT_BF16,
+	                 "it multiplies fp16 and bf16: q must be one of them");
+	INGOT__REFUSE_IF(p->k.dtype != p->q.dtype, "k and v must be of q's type");
+	INGOT__REFUSE_IF(p->out.dtype != p->q.dtype || p->dout.dtype != p->q.dtype, "out and dout must be of q's type");
+	INGOT__REFUSE_IF(p->dq.dtype == INGOT_NONE, "no dq: it always computes dq");
+	INGOT__REFUSE_IF(p->dq.dtype != p->q.dtype || (p->dk.dtype != INGOT_NONE && p->dk.dtype != p->q.dtype) ||
+	                     (p->dv.dtype != INGOT_NONE && p->dv.dtype != p->q.dtype),
+	                 "dq, dk and dv must be of q's type");
+	INGOT__REFUSE_IF(ADDS_DQ && p->deterministic, "dq is summed by atomics, in no fixed order");
+	INGOT__REFUSE_IF(p->dbias.dtype != INGOT_NONE || p->dsink.dtype != INGOT_NONE, "it computes no dbias and no dsink");
+	const int head = head_index(p);
+	INGOT__REFUSE_IF(head == HEAD_COUNT, "a head size above 128");
+	INGOT__REFUSE_IF(p->head_dim % 8 || p->head_dim_v % 8,
+	                 "a head size that is no multiple of 8: rows are copied in 16-byte pieces");
+	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED || !aligned(&p->dout) || !aligned(&p->dq) || !aligned(&p->dk) ||
+	                     !aligned(&p->dv),
+	                 "a base address or stride of q, k, v, out, dout, dq, dk or dv that is no multiple of 16 bytes");
+	INGOT__REFUSE_IF(p->features & (INGOT__BIAS | INGOT__BIAS_BOOL), "a bias");
+	INGOT__REFUSE_IF(p->features & INGOT__ALIBI, "ALiBi");
+	INGOT__REFUSE_IF(p->features & INGOT__SOFTCAP, "a softcap");
+	INGOT__REFUSE_IF(p->features & INGOT__DROPOUT, "dropout");
+	INGOT__REFUSE_IF(!can_map(&p->q) || !can_map(&p->k) || !can_map(&p->v) || !can_map(&p->dout),
+	                 "a row stride of 0 or a stride of 2^40 bytes in q, k, v or dout, which the copy engine cannot do");
+	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR,
+	                 "as many rows as the copy engine cannot count");
+	INGOT__REFUSE_IF((double)divide_up(p->q_side.max_seqlen, 64) * (double)p->batch * (double)p->heads_q > 1e8 ||
+	                     (double)divide_up(p->k_side.max_seqlen, BN) * (double)p->batch * (double)p->heads_k > 1e8,
+	                 "more than 1e8 tiles of rows or blocks of keys");
+	const int class = p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED : CLASS_PLAIN;
+	*variant = ((p->q.dtype == INGOT_BF16) * HEAD_COUNT + head) * 2 + class;
+	return NULL;
+}
+
+static int32_t moves(int map, const ingot_tensor *t) {
+	return (t->stride[1] ? MOVES_HEAD(map) : 0) | (t->stride[0] ? MOVES_BATCH(map) : 0);
+}
+
+static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
+	(void)threads;
+	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
+	const int head = heads[out->variant / 2 % HEAD_COUNT], tile = TILE_ROWS(head);
+	const int64_t row_tiles = divide_up(p->q_side.max_seqlen, tile), key_blocks = divide_up(p->k_side.max_seqlen, BN);
+	const int64_t tiles = row_tiles * p->batch * p->heads_q, blocks = key_blocks * p->batch * p->heads_k;
+	const bool rows = p->q.shape[0] && p->q.shape[2], keys = p->k.shape[0] && p->k.shape[2];
+	if ((tiles == 0 && blocks == 0) || (!rows && !keys)) return;
+	out->arguments_size = MAPS_AT + 128 * MAPS;
+	a->number[ROW_TILES] = (int32_t)row_tiles;
+	a->number[KEY_BLOCKS] = (int32_t)key_blocks;
+	/* blocks differ in length where later keys are seen by fewer rows, or lengths are the device's */
+	const bool uneven = p->features & INGOT__VARLEN || (p->right != INGOT__NO_BOUND && p->left == INGOT__NO_BOUND);
+	a->number[SECTION] = 1;
+	if (uneven && blocks > 0)
+		a->number[SECTION] = (int32_t)section_heads(device, p->batch * p->heads_k, 1, key_blocks,
+		                                            (double)(p->group * p->q_side.max_seqlen) *
+		                                                (double)(2 * p->head_dim + 2 * p->head_dim_v + 4 * head));
+	a->number[MOVES] = moves(Q_MAP, &p->q) | moves(DOUT_MAP, &p->dout) | moves(K_MAP, &p->k) | moves(V_MAP, &p->v);
+	/* without rows or keys, nothing is fetched: any tensor will do */
+	out->map[Q_MAP] = map_of(Q_MAP, rows ? &p->q : &p->k, tile);
+	out->map[DOUT_MAP] = map_of(DOUT_MAP, rows ? &p->dout : &p->v, tile);
+	out->map[K_MAP] = map_of(K_MAP, keys ? &p->k : &p->q, BN);
+	out->map[V_MAP] = map_of(V_MAP, keys ? &p->v : &p->dout, BN);
+	out->maps = MAPS;
+	out->workspace_bytes = (uint64_t)tiles * (uint64_t)(tile * (ADDS_DQ * head + 2) * 4);
+	if (tiles > 0)
+		out->step[out->steps++] = (ingot__step){.name = "rows",
+		                                        .kernel = kernels[0],
+		                                        .block = {256, 1, 1},
+		                                        .grid = {(uint32_t)(tiles * (tile * head / 8 / 256)), 1, 1}};
+	if (blocks > 0)
+		out->step[out->steps++] = (ingot__step){.name = "main",
+		                                        .kernel = kernels[1],
+		                                        .block = {128 * (OWNERS + 1), 1, 1},
+		                                        .shared_bytes = (uint32_t)SHARED_BYTES(head),
+		                                        .grid = {(uint32_t)blocks, 1, 1}};
+	if (tiles > 0 && ADDS_DQ)
+		out->step[out->steps++] = (ingot__step){
+			.name = "dq", .kernel = kernels[2], .block = {128, 1, 1}, .grid = {(uint32_t)tiles * OWNERS, 1, 1}};
+	if (tiles > 0 && !ADDS_DQ) {
+		const int64_t row_blocks = divide_up(p->q_side.max_seqlen, DQ_ROWS);
+		a->number[ROW_BLOCKS] = (int32_t)row_blocks;
+		a->number[ROW_SECTION] = 1;
+		if (uneven)
+			a->number[ROW_SECTION] =
+				(int32_t)section_heads(device, p->batch * p->heads_q, p->group, row_blocks,
+			                           (double)p->k_side.max_seqlen * (double)(2 * p->head_dim + 2 * p->head_dim_v));
+		out->step[out->steps++] = (ingot__step){.name = "dq",
+		                                        .kernel = kernels[2],
+		                                        .block = {128 * (OWNERS + 1), 1, 1},
+		                                        .shared_bytes = (uint32_t)DQ_SHARED_BYTES(head),
+		                                        .grid = {(uint32_t)(row_blocks * p->batch * p->heads_q), 1, 1}};
+	}
+}
+
+#else
+
+enum {
+	MASKED = CLASS == CLASS_MASKED,
+	BM = TILE_ROWS(HEAD),
+	/* dK of a tile is issued behind the next tile's S; else behind dQ of the tile before */
+	LATE_DK = HEAD == 128 && ADDS_DQ,
+	K_BYTES = TILE_BYTES(BN, HEAD),
+	Q_BYTES = TILE_BYTES(BM, HEAD),
+	NUMBERS_BYTES = BM * 4,
+	/* dQ: each warpgroup has 64 of the tile's rows, or 64 of its columns */
+	BY_ROWS = BM == 128,
+	DQ_FLOATS = 32, /* a thread's */
+	TURNS = 4,
+	/* shared memory */
+	AT_K = 0,
+	AT_V = AT_K + K_BYTES,
+	AT_Q = AT_V + K_BYTES,
+	AT_DOUT = AT_Q + STAGES * Q_BYTES,
+	AT_DS = AT_DOUT + STAGES * Q_BYTES,
+	AT_DQ = AT_DS + ADDS_DQ * STAGES * DS_BYTES(HEAD),
+	AT_LSE = AT_DQ + ADDS_DQ * DQ_BYTES,
+	AT_DELTA = AT_LSE + STAGES * NUMBERS_BYTES,
+	AT_WORK = AT_DELTA + STAGES * NUMBERS_BYTES,
+	AT_TURNS = AT_WORK + 64,
+	AT_KEYS_FULL = AT_TURNS + 8 * TURNS,
+	AT_KEYS_FETCHED = AT_KEYS_FULL + 8,
+	AT_Q_FULL = AT_KEYS_FETCHED + 8,
+	AT_Q_FETCHED = AT_Q_FULL + 8 * STAGES,
+	AT_Q_EMPTY = AT_Q_FETCHED + 8 * STAGES,
+	AT_DOUT_FULL = AT_Q_EMPTY + 8 * STAGES,
+	AT_DOUT_FETCHED = AT_DOUT_FULL + 8 * STAGES,
+	AT_DOUT_EMPTY = AT_DOUT_FETCHED + 8 * STAGES,
+	AT_DS_FULL = AT_DOUT_EMPTY + 8 * STAGES,
+	AT_DS_EMPTY = AT_DS_FULL + 8 * STAGES,
+	K_TO_V = (AT_V - AT_K) / 16,
+	Q_TO_DOUT = (AT_DOUT - AT_Q) / 16,
+	AT_END = AT_DS_EMPTY + 8 * STAGES
+};
+static_assert(AT_END <= SHARED_BYTES(HEAD), "barriers and the block's work fit into the control bytes");
+
+struct arguments {
+	ingot__gpu_args a;
+	tensor_map map[MAPS];
+};
+static_assert(sizeof(arguments) == MAPS_AT + 128 * MAPS, "as the host half lays it out");
+
+/* ---- the workspace: where dQ is added an fp32 image of it, tile by tile as warps hold it; two numbers of each row ---------------------- */
+
+DEVICE index_t all_tiles(const ingot__gpu_args &a) {
+	return (index_t)a.batch * a.heads_q * a.number[ROW_TILES];
+}
+DEVICE float *dq_image(const ingot__gpu_args &a, int tile) {
+	return (float *)a.workspace + (index_t)tile * (BM * HEAD);
+}
+/* Minus LSE in base 2, and minus delta = rowsum(dO * O), so that P = 2^(s unit + lse) and dS = P (dP + delta). LSE of -Inf, so a weight
+ * of 0, for rows behind the last. In every 16 rows the order is that in which the four lanes of an accumulator's row read them. */
+DEVICE float *lse_numbers(const ingot__gpu_args &a, int tile) {
+	return (float *)a.workspace + (ADDS_DQ ? all_tiles(a) * (BM * HEAD) : 0) + (index_t)tile * BM;
+}
+DEVICE float *delta_numbers(const ingot__gpu_args &a, int tile) {
+	return lse_numbers(a, tile) + all_tiles(a) * BM;
+}
+DEVICE int number_place(int row) {
+	return (row & ~15) + (row >> 1 & 3) * 4 + (row >> 3 & 1) * 2 + (row & 1);
+}
+
+DEVICE span rows_of(const ingot__gpu_args &a, int batch) {
+	if (MASKED && (a.features & F_VARLEN)) return query_rows(a, batch);
+	return {batch, 0, a.max_seqlen_q};
+}
+
+DEVICE span keys_of(const ingot__gpu_args &a, int batch) {
+	span k = {batch, 0, a.max_seqlen_k};
+	if (MASKED && (a.features & F_VARLEN)) k = key_rows(a, batch);
+	return k;
+}
+
+/* HEAD / 8 lanes a row. */
+extern "C" __global__ void __launch_bounds__(256) attn_bwd_sm90_rows(const __grid_constant__ arguments x) {
+	enum { LANES = HEAD / 8, ROWS = 256 / LANES };
+	const ingot__gpu_args &a = x.a;
+	const int lane = thread_id() % LANES, tile = blockIdx.x / (BM / ROWS);
+	const int in_tile = blockIdx.x % (BM / ROWS) * ROWS + thread_id() / LANES;
+	const int head = tile / a.number[ROW_TILES], i = (tile - head * a.number[ROW_TILES]) * BM + in_tile;
+	const int batch = head / a.heads_q, h = head - batch * a.heads_q;
+	const span q = rows_of(a, batch);
+	if (i - in_tile >= q.count) return;
+	float sum = 0, lse = -INFINITY;
+	if (i < q.count) {
+		if (lane * 8 < a.head_dim_v) {
+			const uint4 o = *(const uint4 *)((const element *)a.out + row_offset(a.out_stride, q, h, i) + lane * 8);
+			const uint4 g = *(const uint4 *)((const element *)a.dout + row_offset(a.dout_stride, q, h, i) + lane * 8);
+			const element *const left = (const element *)&o, *const right = (const element *)&g;
+#pragma unroll
+			for (int n = 0; n < 8; n++) sum = fmaf((float)left[n], (float)right[n], sum);
+		}
+		lse = a.lse[batch * a.lse_stride[0] + h * a.lse_stride[1] + (q.start + i) * a.lse_stride[2]];
+	}
+	for (int m = LANES / 2; m; m >>= 1) sum += lane_xor(sum, m);
+	if (lane == 0) {
+		const bool none = lse == -INFINITY;
+		lse_numbers(a, tile)[number_place(in_tile)] = none ? -INFINITY : a.lse_base ? -lse : -lse * LOG2E;
+		delta_numbers(a, tile)[number_place(in_tile)] = none ? 0.0f : -sum;
+	}
+	if (!ADDS_DQ) return;
+	float4 *const image = (float4 *)(dq_image(a, tile) + in_tile * HEAD + lane * 8);
+	image[0] = image[1] = make_float4(0, 0, 0, 0);
+}
+
+/* ---- what a block does -------------------------------------------------------------------------------------------------- */
+
+/* Keys j0 and on of a key head, with all its query heads. Rows and keys are numbered within their sequence. */
+struct work {
+	int batch, head;
+	int j0, keys;                      /* keys: of the sequence */
+	int q_slot, q_row, k_slot, k_row;  /* batch and row of the maps where the sequence begins */
+	int first_tile, tiles;             /* of each head; no others hold rows that see keys of the block */
+	int see_first, see_last;           /* key j is seen by rows [j + see_first, j + see_last) */
+	int live_first, live_last;         /* rows that see some key of the sequence; outside, Q and dO may hold anything */
+	int live_first_key, live_last_key; /* keys that some row sees */
+};
+static_assert(sizeof(work) == 64, "as AT_WORK has room for");
+
+/* A tile of rows on its way: its number over all heads, and its first row. */
+struct turn {
+	int tile, i0;
+};
+
+DEVICE int limit(index_t x) {
+	return (int)clamp64(x, -FAR, FAR);
+}
+
+/* False where there are no such keys. Sections of heads, in which every place comes with each head: under a causal mask the first
+ * keys are seen by most rows. */
+DEVICE bool look(const ingot__gpu_args &a, int block, work &w) {
+	const int heads = a.batch * a.heads_k, in_section = a.number[SECTION] * a.number[KEY_BLOCKS];
+	const int section = block / in_section, at = block - section * in_section;
+	const int wide = min(a.number[SECTION], heads - section * a.number[SECTION]);
+	const int place = at / wide, head = section * a.number[SECTION] + at - place * wide;
+	w.batch = head / a.heads_k;
+	w.head = head - w.batch * a.heads_k;
+	w.j0 = place * BN;
+	const span q = rows_of(a, w.batch), k = keys_of(a, w.batch);
+	if (MASKED && w.j0 >= k.count) return false;
+	w.keys = k.count;
+	w.q_slot = (int)q.slot;
+	w.q_row = (int)q.start;
+	w.k_slot = (int)k.slot;
+	w.k_row = (int)k.start;
+	w.see_first = -FAR, w.see_last = FAR;
+	w.live_first = 0, w.live_last = q.count;
+	w.live_first_key = 0, w.live_last_key = k.count;
+	int first = 0, last = q.count;
+	if (MASKED) {
+		const index_t diagonal = a.bottom_right ? (index_t)k.count - q.count : 0;
+		const index_t low = -diagonal - a.right, high = a.left - diagonal + 1;
+		w.see_first = limit(low);
+		w.see_last = limit(high);
+		w.live_first = (int)clamp64(low, 0, q.count);
+		w.live_last = (int)clamp64(k.count - 1 + high, 0, q.count);
+		w.live_first_key = (int)clamp64(diagonal - a.left, 0, k.count);
+		w.live_last_key = (int)clamp64(q.count + diagonal + a.right, 0, k.count);
+		first = (int)clamp64(w.j0 + low, 0, q.count);
+		last = (int)clamp64(min(w.j0 + BN, k.count) - 1 + high, 0, q.count);
+		if (a.right < -a.left) last = first;
+	}
+	w.first_tile = first / BM;
+	w.tiles = last > first ? (last + BM - 1) / BM - w.first_tile : 0;
+	return true;
+}
+
+/* Whether K, or the Q and dO of a tile, hold rows that may be anything: these become 0 between the copy engine and the products, in which
+ * 0 times NaN is NaN. What lies behind the tensor's last row arrives as zeros. V needs none: it is no right operand, nor is K without dQ. */
+DEVICE bool clears_keys(const ingot__gpu_args &a, const work &w) {
+	return MASKED && ADDS_DQ &&
+	       (w.j0 < w.live_first_key || (w.j0 + BN > w.live_last_key && w.k_row + w.live_last_key < a.k_capacity));
+}
+DEVICE bool clears_rows(const ingot__gpu_args &a, const work &w, int i0) {
+	return MASKED && (i0 < w.live_first || (i0 + BM > w.live_last && w.q_row + w.live_last < a.q_capacity));
+}
+
+/* Of the barriers of turn t's stage. */
+DEVICE uint32_t full_parity(int t) {
+	return t / STAGES & 1;
+}
+DEVICE uint32_t empty_parity(int t) {
+	return full_parity(t) ^ 1;
+}
+
+/* ---- helpers ------------------------------------------------------------------------------------------------------------ */
+
+/* One lane. */
+DEVICE void fetch(const arguments &x, const work &w, uint32_t shared, unsigned char *memory) {
+	const int moves = x.a.number[MOVES];
+	auto at_head = [&](int map, int head) { return moves & MOVES_HEAD(map) ? head : 0; };
+	auto at_batch = [&](int map, int batch) { return moves & MOVES_BATCH(map) ? batch : 0; };
+	auto keys_arrived = [&] { return shared + (clears_keys(x.a, w) ? AT_KEYS_FETCHED : AT_KEYS_FULL); };
+	barrier_expect(keys_arrived(), 2 * K_BYTES);
+	load_tile<HEAD, BN>(shared + AT_K, &x.map[K_MAP], keys_arrived(), w.k_row + w.j0, at_head(K_MAP, w.head),
+	                    at_batch(K_MAP, w.k_slot));
+	int t = 0;
+	for (int head = w.head * x.a.group; head < (w.head + 1) * x.a.group; head++)
+		for (int n = w.first_tile; n < w.first_tile + w.tiles; n++, t++) {
+			const int stage = t % STAGES, tile = (w.batch * x.a.heads_q + head) * x.a.number[ROW_TILES] + n;
+			const bool clears = clears_rows(x.a, w, n * BM);
+			barrier_wait(shared + AT_Q_EMPTY + 8 * stage, empty_parity(t));
+			*(turn *)(memory + AT_TURNS + sizeof(turn) * (t % TURNS)) = {tile, n * BM};
+			const uint32_t q_arrived = shared + (clears ? AT_Q_FETCHED : AT_Q_FULL) + 8 * stage;
+			barrier_expect(q_arrived, Q_BYTES + NUMBERS_BYTES);
+			load_tile<HEAD, BM>(shared + AT_Q + stage * Q_BYTES, &x.map[Q_MAP], q_arrived, w.q_row + n * BM,
+			                    at_head(Q_MAP, head), at_batch(Q_MAP, w.q_slot));
+			load_bytes(shared + AT_LSE + stage * NUMBERS_BYTES, lse_numbers(x.a, tile), NUMBERS_BYTES, q_arrived);
+			if (t == 0)
+				load_tile<HEAD, BN>(shared + AT_V, &x.map[V_MAP], keys_arrived(), w.k_row + w.j0,
+				                    at_head(V_MAP, w.head), at_batch(V_MAP, w.k_slot));
+			barrier_wait(shared + AT_DOUT_EMPTY + 8 * stage, empty_parity(t));
+			const uint32_t dout_arrived = shared + (clears ? AT_DOUT_FETCHED : AT_DOUT_FULL) + 8 * stage;
+			barrier_expect(dout_arrived, Q_BYTES + NUMBERS_BYTES);
+			load_tile<HEAD, BM>(shared + AT_DOUT + stage * Q_BYTES, &x.map[DOUT_MAP], dout_arrived, w.q_row + n * BM,
+			                    at_head(DOUT_MAP, head), at_batch(DOUT_MAP, w.q_slot));
+			load_bytes(shared + AT_DELTA + stage * NUMBERS_BYTES, delta_numbers(x.a, tile), NUMBERS_BYTES,
+			           dout_arrived);
+		}
+}
+
+/* A warp: zeros for rows outside [first, last) of a tile, and then its other barrier's arrival. */
+template <int rows> DEVICE void clear_rows(unsigned char *tile, int first, int last, uint32_t full) {
+#pragma unroll 1
+	for (int i = lane_id(); i < TILE_BYTES(rows, HEAD) / 16; i += 32) {
+		const int row = i / 8 % rows;
+		if (row < first || row >= last) *(uint4 *)(tile + i * 16) = make_uint4(0, 0, 0, 0);
+	}
+	fence_async();
+	__syncwarp();
+	if (lane_id() == 0) barrier_arrive(full);
+}
+
+/* A warp. */
+DEVICE void clear(const ingot__gpu_args &a, const work &w, uint32_t shared, unsigned char *memory) {
+	if (clears_keys(a, w)) {
+		barrier_wait(shared + AT_KEYS_FETCHED, 0);
+		clear_rows<BN>(memory + AT_K, w.live_first_key - w.j0, w.live_last_key - w.j0, shared + AT_KEYS_FULL);
+	}
+	uint32_t parity = 0; /* bit per stage: tiles that need clearing come seldom */
+	int t = 0;
+	for (int h = 0; h < a.group; h++)
+		for (int n = w.first_tile; n < w.first_tile + w.tiles; n++, t++) {
+			if (!clears_rows(a, w, n * BM)) continue;
+			const int stage = t % STAGES, first = w.live_first - n * BM, last = w.live_last - n * BM;
+			barrier_wait(shared + AT_Q_FETCHED + 8 * stage, parity >> stage & 1);
+			clear_rows<BM>(memory + AT_Q + stage * Q_BYTES, first, last, shared + AT_Q_FULL + 8 * stage);
+			barrier_wait(shared + AT_DOUT_FETCHED + 8 * stage, parity >> stage & 1);
+			clear_rows<BM>(memory + AT_DOUT + stage * Q_BYTES, first, last, shared + AT_DOUT_FULL + 8 * stage);
+			parity ^= 1u << stage;
+		}
+}
+
+/* ---- owners ------------------------------------------------------------------------------------------------------------- */
+
+/* x[64 keys][BM] = 64 rows of K or V times a tile of Q or dO, transposed. */
+DEVICE void multiply_rows(float (&x)[BM / 2], uint64_t keys, uint64_t rows) {
+#pragma unroll
+	for (int i = 0; i < HEAD / 16; i++)
+		wgmma<BM>::shared<0>(x, keys + ((i / 4 * BN * 128 + i % 4 * 32) >> 4),
+		                     rows + ((i / 4 * BM * 128 + i % 4 * 32) >> 4), i > 0);
+}
+/* sum[64 keys][HEAD] += P^T or dS^T times a tile of dO or Q. */
+DEVICE void multiply_keys(float (&sum)[HEAD / 2], const uint32_t (&left)[BM / 4], uint64_t rows, int add) {
+#pragma unroll
+	for (int i = 0; i < BM / 16; i++) wgmma<HEAD>::held<1>(sum, &left[4 * i], rows + (i * 2048 >> 4), i > 0 ? 1 : add);
+}
+/* dq[64][64] = dS K. */
+DEVICE void multiply_dq(float (&dq)[DQ_FLOATS], uint64_t ds, uint64_t keys) {
+#pragma unroll
+	for (int i = 0; i < BN / 16; i++)
+		wgmma<64>::shared<1>(dq, ds + ((i / 4 * BM * 128 + i % 4 * 32) >> 4), keys + (i * 2048 >> 4), i > 0);
+}
+
+/* The numbers of the rows that this lane's accumulators belong to. */
+DEVICE void load_numbers(float (&numbers)[BM / 4], uint32_t from) {
+#pragma unroll
+	for (int i = 0; i < BM / 4; i += 4)
+		asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+		             : "=f"(numbers[i]), "=f"(numbers[i + 1]), "=f"(numbers[i + 2]), "=f"(numbers[i + 3])
+		             : "r"(from + i * 16 + (lane_id() & 3) * 16));
+}
+
+DEVICE float low_half(uint32_t pair) {
+	return ELEMENT == 2 ? __low2float(*(const __half2 *)&pair) : __int_as_float(pair << 16);
+}
+DEVICE float high_half(uint32_t pair) {
+	return ELEMENT == 2 ? __high2float(*(const __half2 *)&pair) : __int_as_float(pair & 0xffff0000u);
+}
+
+/* Zeros where rows at, at + 1, at + 8 and so on lie outside [low, high): of two keys, 8 apart. */
+template <int count> DEVICE void hide(uint32_t (&pairs)[count], int at, int low0, int high0, int low1, int high1) {
+#pragma unroll
+	for (int i = 0; i < count; i++) {
+		const int low = i & 1 ? low1 : low0, high = i & 1 ? high1 : high0, row = at + i / 2 * 8;
+		if (row < low || row >= high) pairs[i] &= 0xffff0000u;
+		if (row + 1 < low || row + 1 >= high) pairs[i] &= 0xffffu;
+	}
+}
+
+DEVICE int read_lane() {
+	int lane;
+	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+	return lane;
+}
+
+template <bool is> struct truth {
+	static constexpr bool value = is;
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1) attn_bwd_sm90(const __grid_constant__ arguments x) {
+	extern __shared__ __align__(1024) unsigned char memory[];
+	const ingot__gpu_args &a = x.a;
+	const uint32_t shared = shared_address(memory);
+	const int warpgroup = same(warp_id()) / 4, warp = same(warp_id()) % 4;
+	const work &w = *(const work *)(memory + AT_WORK);
+
+	work mine;
+	if (!look(a, blockIdx.x, mine)) return;
+	if (thread_id() == 0) {
+		*(work *)(memory + AT_WORK) = mine;
+		barrier_init(shared + AT_KEYS_FULL, 1);
+		barrier_init(shared + AT_KEYS_FETCHED, 1);
+		for (int i = 0; i < STAGES; i++) {
+			barrier_init(shared + AT_Q_FULL + 8 * i, 1);
+			barrier_init(shared + AT_Q_FETCHED + 8 * i, 1);
+			barrier_init(shared + AT_Q_EMPTY + 8 * i, 4 * OWNERS);
+			barrier_init(shared + AT_DOUT_FULL + 8 * i, 1);
+			barrier_init(shared + AT_DOUT_FETCHED + 8 * i, 1);
+			barrier_init(shared + AT_DOUT_EMPTY + 8 * i, 4 * OWNERS);
+			barrier_init(shared + AT_DS_FULL + 8 * i, 4 * OWNERS);
+			barrier_init(shared + AT_DS_EMPTY + 8 * i, 4 * OWNERS);
+		}
+		barrier_init_done();
+		for (int i = 0; i < MAPS; i++) prefetch_map(&x.map[i]);
+	}
+	block_barrier();
+	const int turns = same(w.tiles) * a.group;
+
+	if (warpgroup == 0) {
+		registers_release<24>();
+		if (turns > 0 && warp == 0 && lane_id() == 0) fetch(x, w, shared, memory);
+		if (MASKED && turns > 0 && warp == 1) clear(a, w, shared, memory);
+		return;
+	}
+
+	registers_claim<240>();
+	const int group = warpgroup - 1, lane = lane_id();
+	const bool leader = lane == 0;
+	const float unit = a.softmax_scale * LOG2E;
+	/* tiles that begin outside [whole_from, whole_to] hold pairs that are masked, or keys that are none */
+	const int first_key = w.j0 + group * 64;
+	const bool ragged = same(first_key + 64 > w.keys);
+	const int whole_from = MASKED ? same(ragged ? FAR : first_key + 63 + w.see_first) : 0;
+	const int whole_to = MASKED ? same(first_key + w.see_last - BM) : 0;
+	/* few operands, and others by their distance: uniform registers do not suffice for more */
+	const uint64_t q_right = operand(shared + AT_Q, 16), q_columns = operand(shared + AT_Q, BM * 128);
+	const uint64_t ds_left = operand(shared + AT_DS + (BY_ROWS ? group * 64 * 128 : 0), 16),
+				   k_columns = operand(shared + AT_K + (BY_ROWS ? 0 : group * BN * 128), BN * 128);
+	/* where this lane stores dS of 16 rows, transposed */
+	const int ds_row = (lane >> 4) * 8 + (lane & 7), ds_piece = 2 * warp + (lane >> 3 & 1);
+	const uint32_t ds_to = shared + AT_DS + group * BM * 128 + ds_row * 128 + ((ds_piece ^ (ds_row & 7)) << 4);
+	const uint32_t dq_part = shared + AT_DQ + (group * 4 + warp) * DQ_PART * 4;
+	float dk[HEAD / 2], dv[HEAD / 2], s[BM / 2], numbers[BM / 4];
+	uint32_t p[BM / 4], ds[BM / 4];
+
+	auto turn_of = [&](int t) -> const turn & {
+		return *(const turn *)(memory + AT_TURNS + sizeof(turn) * (t % TURNS));
+	};
+	auto hide_masked = [&](uint32_t(&pairs)[BM / 4], int t) {
+		if (!MASKED && !ragged) return;
+		const int i0 = turn_of(t).i0;
+		if (MASKED && i0 >= whole_from && i0 <= whole_to) return;
+		/* from scratch, lest registers hold it through the loop */
+		const int again = read_lane(), key = w.j0 + group * 64 + warp * 16 + (again >> 2), keys = w.keys;
+		const int low = MASKED ? key + w.see_first : -FAR, high0 = MASKED ? min(key + w.see_last, w.live_last) : FAR,
+				  high1 = MASKED ? min(key + 8 + w.see_last, w.live_last) : FAR;
+		hide(pairs, i0 + 2 * (again & 3), key < keys ? low : FAR, high0, key + 8 < keys ? low + (MASKED ? 8 : 0) : FAR,
+		     high1);
+	};
+	auto issue_dq = [&](float(&dq)[DQ_FLOATS], int t) {
+		barrier_wait(shared + AT_DS_FULL + 8 * (t % STAGES), full_parity(t));
+		wgmma_fence();
+		multiply_dq(dq, ds_left + (t % STAGES * DS_BYTES(HEAD) >> 4), k_columns);
+		wgmma_commit();
+	};
+	auto add_dq = [&](const float(&dq)[DQ_FLOATS], int t) {
+		if (leader) store_wait_read();
+		__syncwarp();
+#pragma unroll
+		for (int i = 0; i < DQ_FLOATS; i += 4)
+			asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_part + (i / 4 * 32 + lane) * 16),
+			             "f"(dq[i]), "f"(dq[i + 1]), "f"(dq[i + 2]), "f"(dq[i + 3])
+			             : "memory");
+		fence_async();
+		__syncwarp();
+		if (leader) {
+			add_floats(dq_image(a, turn_of(t).tile) + (group * 4 + warp) * DQ_PART, dq_part, DQ_PART * 4);
+			store_commit();
+		}
+	};
+
+	/* One tile. Where LATE_DK, dK of the tile before comes first. Nothing is in flight at its ends: the compiler follows no products
+	 * around a loop. */
+	auto step = [&](int t, auto is_first) {
+		constexpr bool first = decltype(is_first)::value;
+		const int stage = t % STAGES, before = (t + STAGES - 1) % STAGES;
+		/* known afresh to be the same in all lanes: else eight operands of K's would lie in vector registers through the loop */
+		const int group = same(warp_id()) / 4 - 1;
+		const uint64_t k_left = operand(shared + AT_K + group * 64 * 128, 16);
+		barrier_wait(shared + AT_Q_FULL + 8 * stage, full_parity(t));
+		wgmma_fence();
+		multiply_rows(s, k_left, q_right + (stage * Q_BYTES >> 4));
+		wgmma_commit();
+		if constexpr (LATE_DK && !first) {
+			wgmma_fence();
+			multiply_keys(dk, ds, q_columns + (before * Q_BYTES >> 4), t > 1);
+			wgmma_commit();
+		}
+		load_numbers(numbers, shared + AT_LSE + stage * NUMBERS_BYTES);
+		wgmma_wait<LATE_DK && !first>();
+		pin(s);
+#pragma unroll
+		for (int i = 0; i < BM / 4; i++)
+			p[i] = matrix<element>::pack(fast_exp2(fmaf(s[2 * i], unit, numbers[i / 2 * 2])),
+			                             fast_exp2(fmaf(s[2 * i + 1], unit, numbers[i / 2 * 2 + 1])));
+		hide_masked(p, t);
+		barrier_wait(shared + AT_DOUT_FULL + 8 * stage, full_parity(t));
+		wgmma_fence();
+		multiply_rows(s, k_left + K_TO_V, q_right + Q_TO_DOUT + (stage * Q_BYTES >> 4));
+		wgmma_commit();
+		wgmma_fence();
+		multiply_keys(dv, p, q_columns + Q_TO_DOUT + (stage * Q_BYTES >> 4), !first);
+		wgmma_commit();
+		load_numbers(numbers, shared + AT_DELTA + stage * NUMBERS_BYTES);
+		wgmma_wait<1>();
+		pin(s);
+		if constexpr (LATE_DK && !first)
+			if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * before);
+#pragma unroll
+		for (int i = 0; i < BM / 4; i++)
+			ds[i] = matrix<element>::pack(low_half(p[i]) * (s[2 * i] + numbers[i / 2 * 2]),
+			                              high_half(p[i]) * (s[2 * i + 1] + numbers[i / 2 * 2 + 1]));
+		hide_masked(ds, t);
+		if (!ADDS_DQ) {
+			wgmma_fence();
+			multiply_keys(dk, ds, q_columns + (stage * Q_BYTES >> 4), !first);
+			wgmma_commit();
+			wgmma_wait<1>();
+			if (leader) barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
+			wgmma_wait<0>();
+			if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * stage);
+			return;
+		}
+		barrier_wait(shared + AT_DS_EMPTY + 8 * stage, empty_parity(t));
+#pragma unroll
+		for (int i = 0; i < BM / 16; i++)
+			asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+							 ds_to + stage * DS_BYTES(HEAD) + i * 2048),
+			             "r"(ds[4 * i]), "r"(ds[4 * i + 1]), "r"(ds[4 * i + 2]), "r"(ds[4 * i + 3])
+			             : "memory");
+		fence_async();
+		__syncwarp();
+		if (leader) barrier_arrive(shared + AT_DS_FULL + 8 * stage);
+		if constexpr (first) {
+			if (!LATE_DK) {
+				wgmma_fence();
+				multiply_keys(dk, ds, q_columns + (stage * Q_BYTES >> 4), 0);
+				wgmma_commit();
+			}
+			wgmma_wait<0>();
+			if (leader) barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
+		} else {
+			float own[DQ_FLOATS];
+			/* of heads of 128, dQ takes the place of the scores */
+			float(&dq)[DQ_FLOATS] = *(float(*)[DQ_FLOATS])(BM == 64 ? s : own);
+			issue_dq(dq, t - 1);
+			if (!LATE_DK) {
+				wgmma_fence();
+				multiply_keys(dk, ds, q_columns + (stage * Q_BYTES >> 4), 1);
+				wgmma_commit();
+			}
+			wgmma_wait<!LATE_DK>();
+			pin(dq);
+			if (leader) {
+				barrier_arrive(shared + AT_DS_EMPTY + 8 * ((t - 1) % STAGES));
+				barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
+			}
+			add_dq(dq, t - 1);
+			if (!LATE_DK) wgmma_wait<0>();
+		}
+		if (!LATE_DK && leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * stage);
+	};
+
+	if (turns > 0) {
+		barrier_wait(shared + AT_KEYS_FULL, 0);
+		step(0, truth<true>());
+		for (int t = 1; t < turns; t++) step(t, truth<false>());
+		if (LATE_DK) {
+			wgmma_fence();
+			multiply_keys(dk, ds, q_columns + ((turns - 1) % STAGES * Q_BYTES >> 4), turns > 1);
+			wgmma_commit();
+		}
+		if (ADDS_DQ) {
+			float dq[DQ_FLOATS];
+			issue_dq(dq, turns - 1);
+			wgmma_wait<0>();
+			pin(dq);
+			add_dq(dq, turns - 1);
+		}
+		pin(dk);
+		pin(dv);
+	} else {
+#pragma unroll
+		for (int i = 0; i < HEAD / 2; i++) dk[i] = dv[i] = 0;
+	}
+
+#pragma unroll
+	for (int half = 0; half < 2; half++) {
+		const int key = w.j0 + group * 64 + warp * 16 + (lane >> 2) + 8 * half;
+		if (key >= w.keys) continue;
+		const index_t row = w.k_row + (index_t)key;
+		element *const dk_to = (element *)a.dk + w.k_slot * a.dk_stride[0] + w.head * a.dk_stride[1] +
+		                       row * a.dk_stride[2] + 2 * (lane & 3);
+		element *const dv_to = (element *)a.dv + w.k_slot * a.dv_stride[0] + w.head * a.dv_stride[1] +
+		                       row * a.dv_stride[2] + 2 * (lane & 3);
+#pragma unroll
+		for (int i = 0; i < HEAD / 8; i++) {
+			if (a.dk && i * 8 < a.head_dim)
+				*(uint32_t *)(dk_to + i * 8) = matrix<element>::pack(dk[4 * i + 2 * half] * a.softmax_scale,
+				                                                     dk[4 * i + 2 * half + 1] * a.softmax_scale);
+			if (a.dv && i * 8 < a.head_dim_v)
+				*(uint32_t *)(dv_to + i * 8) = matrix<element>::pack(dv[4 * i + 2 * half], dv[4 * i + 2 * half + 1]);
+		}
+	}
+	if (leader) store_wait();
+}
+
+#endif
+#endif
