@@ -49,7 +49,7 @@ need_python() {
 }
 
 build_packages="cmake ninja-build gcc libc6-dev libzstd-dev libxxhash-dev libcjson-dev"
-test_packages="g++ clang libclang-rt-dev libcmocka-dev pkg-config binutils abigail-tools python3 python3-dev python3-venv git"
+test_packages="g++ clang libclang-rt-dev libcmocka-dev libdlpack-dev pkg-config binutils abigail-tools python3 python3-dev python3-venv git"
 
 jobs=$(nproc 2>/dev/null || echo 2)
 summary=
