@@ -23,6 +23,17 @@ enum { SIDES = sizeof side_names / sizeof *side_names };
 
 #define AT(field) offsetof(problem, field)
 
+/* Operators that a word applies to. Sizes and types apply to all. */
+enum {
+	FWD = 1 << TOOL_FWD,
+	BWD = 1 << TOOL_BWD,
+	MERGE = 1 << TOOL_MERGE,
+	APPEND = 1 << TOOL_APPEND,
+	MASK = 1 << TOOL_MASK,
+	BOTH = FWD | BWD,
+	EVERY = (1 << TOOL_OPERATORS) - 1
+};
+
 /* A word followed by a number: b4. */
 static const struct {
 	const char *word;
@@ -45,36 +56,67 @@ static const struct {
 	const char *word;
 	size_t at;
 	int64_t value;
+	int operators;
 } words[] = {
-	{"causal", AT(mask), INGOT_MASK_CAUSAL},
-	{"tl", AT(align), INGOT_TOP_LEFT},
-	{"br", AT(align), INGOT_BOTTOM_RIGHT},
-	{"alibi", AT(alibi), 1},
-	{"alibi2", AT(alibi), 2},
-	{"sink", AT(sink), 1},
-	{"bias0", AT(bias_stride0), 1},
-	{"descale", AT(descale), 1},
-	{"descalek", AT(descale), 2},
-	{"descaleq", AT(descale), 3},
-	{"hnd", AT(page_heads_first), 1},
-	{"share", AT(page_share), 1},
-	{"bshd", AT(layout), LAYOUT_BSHD},
-	{"packed", AT(layout), LAYOUT_PACKED},
-	{"misalign", AT(misalign), 1},
-	{"kv0", AT(kv_stride0), 1},
-	{"do0", AT(dout_stride0), 1},
-	{"nolse", AT(lse), 0},
-	{"base2", AT(lse_base2), 1},
-	{"th", AT(lse_th), 1},
-	{"cells", AT(cells), 1},
-	{"det", AT(det), 1},
-	{"inv", AT(invariant), 1},
-	{"separate", AT(separate), 1},
-	{"inplace", AT(inplace), 1},
-	{"after", AT(after), 1},
+	{"causal", AT(mask), INGOT_MASK_CAUSAL, BOTH},
+	{"tl", AT(align), INGOT_TOP_LEFT, BOTH},
+	{"br", AT(align), INGOT_BOTTOM_RIGHT, BOTH},
+	{"alibi", AT(alibi), 1, BOTH},
+	{"alibi2", AT(alibi), 2, BOTH},
+	{"sink", AT(sink), 1, BOTH},
+	{"bias0", AT(bias_stride0), 1, BOTH},
+	{"descale", AT(descale), 1, FWD | APPEND},
+	{"descalek", AT(descale), 2, FWD | APPEND},
+	{"descaleq", AT(descale), 3, FWD},
+	{"hnd", AT(page_heads_first), 1, FWD},
+	{"share", AT(page_share), 1, FWD},
+	{"bshd", AT(layout), LAYOUT_BSHD, BOTH},
+	{"packed", AT(layout), LAYOUT_PACKED, BOTH},
+	{"misalign", AT(misalign), 1, EVERY},
+	{"kv0", AT(kv_stride0), 1, BOTH},
+	{"do0", AT(dout_stride0), 1, BWD},
+	{"nolse", AT(lse), 0, FWD | MERGE},
+	{"base2", AT(lse_base2), 1, BOTH | MERGE},
+	{"th", AT(lse_th), 1, BOTH},
+	{"cells", AT(cells), 1, BOTH | MASK},
+	{"det", AT(det), 1, EVERY},
+	{"inv", AT(invariant), 1, EVERY},
+	{"separate", AT(separate), 1, MERGE},
+	{"inplace", AT(inplace), 1, MERGE},
+	{"after", AT(after), 1, APPEND},
 };
 
-enum { SIZES = sizeof sizes / sizeof *sizes, WORDS = sizeof words / sizeof *words };
+static const struct {
+	const char *word;
+	int operators;
+} assignments[] = {
+	{"kv", BOTH | APPEND},
+	{"out", BOTH | MERGE},
+	{"grads", BWD},
+	{"scale", BOTH},
+	{"softcap", BOTH},
+	{"dropout", BOTH | MASK},
+	{"pitch", BOTH | MASK},
+	{"parts", MERGE},
+	{"ql", BOTH | APPEND},
+	{"kl", BOTH | APPEND},
+	{"qside", BOTH | APPEND},
+	{"kside", BOTH},
+	{"varlen", BOTH | APPEND},
+	{"paged", FWD | APPEND},
+	{"csr", FWD | APPEND},
+	{"csrlast", FWD | APPEND},
+	{"window", BOTH},
+	{"bias", BOTH},
+	{"want", BWD},
+	{"data", BOTH},
+};
+
+enum {
+	SIZES = sizeof sizes / sizeof *sizes,
+	WORDS = sizeof words / sizeof *words,
+	ASSIGNMENTS = sizeof assignments / sizeof *assignments
+};
 
 static int64_t *field(problem *p, size_t at) {
 	return (int64_t *)((char *)p + at);
@@ -86,6 +128,7 @@ static int64_t value(const problem *p, size_t at) {
 
 const char *problem_grammar(void) {
 	return "A problem is OP:WORD,WORD,... with OP one of fwd, bwd, merge, append, mask (the dropout mask), and words\n"
+		   "that apply to it:\n"
 		   "  b2 h8 hq8 hk2 s512 sq1 sk512 d64 dv64   batch, heads, lengths, head sizes (merge: b h s d; append: s new rows)\n"
 		   "  f32 f16 bf16 e4m3 e5m2 e4m3fnuz e5m2fnuz   type of q, k, v (f32)\n"
 		   "  kv=e4m3 out=f32 grads=f32               types of k and v, of out, of the gradients\n"
@@ -219,6 +262,21 @@ static bool read_assignment(problem *p, const char *word, char *text, bool *know
 	return false;
 }
 
+/* Whether the operator takes the word, and a mask is given once; else a sentence. */
+static bool applies(const problem *p, const char *word, int operators, bool is_mask, char *error, size_t capacity) {
+	if (!(operators >> p->op & 1)) {
+		char others[64] = "";
+		for (int i = 0; i < TOOL_OPERATORS; i++)
+			if (operators >> i & 1)
+				snprintf(others + strlen(others), sizeof others - strlen(others), "%s%s", *others ? ", " : "",
+				         op_names[i]);
+		return fail(error, capacity, "\"%s\" does not apply to %s; it is for %s", word, op_names[p->op], others);
+	}
+	if (is_mask && p->mask != INGOT_MASK_NONE)
+		return fail(error, capacity, "\"%s\" is a second mask; causal and window exclude each other", word);
+	return true;
+}
+
 static bool read_word(problem *p, char *word, char *error, size_t capacity) {
 	char *equal = strchr(word, '=');
 	if (equal) {
@@ -226,12 +284,17 @@ static bool read_word(problem *p, char *word, char *error, size_t capacity) {
 		char kept[96];
 		snprintf(kept, sizeof kept, "%s", word);
 		*equal = 0;
+		for (int i = 0; i < ASSIGNMENTS; i++)
+			if (strcmp(assignments[i].word, word) == 0 &&
+			    !applies(p, kept, assignments[i].operators, strcmp(word, "window") == 0, error, capacity))
+				return false;
 		if (read_assignment(p, word, equal + 1, &known)) return true;
 		return known ? fail(error, capacity, "\"%s\" has no good value; see ingot explain --help", kept)
 		             : fail(error, capacity, "\"%s\" is no word of a problem; see ingot explain --help", kept);
 	}
 	for (int i = 0; i < WORDS; i++)
 		if (strcmp(words[i].word, word) == 0) {
+			if (!applies(p, word, words[i].operators, words[i].at == AT(mask), error, capacity)) return false;
 			*field(p, words[i].at) = words[i].value;
 			return true;
 		}
@@ -291,10 +354,19 @@ bool problem_parse(const char *text, problem *p, char *error, size_t capacity) {
 		if (strcmp(op_names[i], copy) == 0) p->op = i;
 	if (p->op < 0)
 		return fail(error, capacity, "\"%s\" is no operator; allowed are fwd, bwd, merge, append, mask", copy);
+	if (!colon[1 + strspn(colon + 1, ", ")])
+		return fail(error, capacity, "\"%s\" has no words, as b1,h8,s512,d64; see ingot explain --help", text);
 	for (char *save, *word = strtok_r(colon + 1, ", ", &save); word; word = strtok_r(NULL, ", ", &save))
 		if (!read_word(p, word, error, capacity)) return false;
 	if ((p->q_given && p->q_given != p->batch) || (p->k_given && p->k_given != p->batch))
 		return fail(error, capacity, "ql and kl need one length for each of the %lld sequences", (long long)p->batch);
+	if (p->q_given && (p->q_side >> 1 & 3) == INGOT_LENGTH_MAX)
+		return fail(error, capacity,
+		            "\"ql\" does not apply where every sequence is full; varlen or qside says how lengths are given");
+	if (p->k_given && p->op != TOOL_APPEND && (p->k_side >> 1 & 3) == INGOT_LENGTH_MAX)
+		return fail(
+			error, capacity,
+			"\"kl\" does not apply where every sequence is full; varlen, kside or pages say how lengths are given");
 	complete(p);
 	return true;
 }

@@ -80,6 +80,20 @@ static void test_bad_lines_are_named(void **state) {
 	           {"fwd:window=3", "window"},
 	           {"fwd:bias=f31", "bias=f31"},
 	           {"fwd:b2,ql=3", "ql"},
+	           {"fwd:", "no words"},
+	           {"fwd: ,", "no words"},
+	           {"fwd:b1,parts=4", "parts=4"},
+	           {"fwd:b1,do0", "do0"},
+	           {"bwd:b1,paged=16", "paged=16"},
+	           {"merge:b1,causal", "causal"},
+	           {"merge:b1,paged=16", "paged=16"},
+	           {"append:b1,window=3:0", "window=3:0"},
+	           {"mask:b1,kv=bf16", "kv=bf16"},
+	           {"fwd:b2,ql=3/5", "ql"},
+	           {"fwd:b1,sk64,kl=99", "kl"},
+	           {"fwd:b2,qside=cu,kl=3/5", "kl"},
+	           {"fwd:b1,causal,window=3:0", "window=3:0"},
+	           {"fwd:b1,window=3:0,causal", "causal"},
 	           {"fwd:b99999999999999999999", "from 0"}};
 	problem p;
 	char error[256];
