@@ -360,6 +360,12 @@ bool problem_parse(const char *text, problem *p, char *error, size_t capacity) {
 		if (!read_word(p, word, error, capacity)) return false;
 	if ((p->q_given && p->q_given != p->batch) || (p->k_given && p->k_given != p->batch))
 		return fail(error, capacity, "ql and kl need one length for each of the %lld sequences", (long long)p->batch);
+	if ((p->page_heads_first || p->page_share) && !p->pages)
+		return fail(error, capacity, "\"%s\" does not apply without paged, csr or csrlast",
+		            p->page_share ? "share" : "hnd");
+	if (p->bias_stride0 && !p->bias_dtype) return fail(error, capacity, "\"bias0\" does not apply without bias");
+	if (p->cells && p->op != TOOL_MASK && p->dropout == 0)
+		return fail(error, capacity, "\"cells\" does not apply without dropout");
 	if (p->q_given && (p->q_side >> 1 & 3) == INGOT_LENGTH_MAX)
 		return fail(error, capacity,
 		            "\"ql\" does not apply where every sequence is full; varlen or qside says how lengths are given");
