@@ -1,5 +1,8 @@
 """The Python package on numpy arrays: the same call by ctypes gives the same bits; arguments, lifetimes, errors."""
 
+# Where two ways to one result are held to each other (allclose), they may differ in the order of fp32 sums alone: values are of
+# order 1 and the bounds a few roundings of such a sum. How far a kernel may be off is the judge's affair (judge.py).
+
 import gc
 import subprocess
 import sys

@@ -1,6 +1,10 @@
 """ingot.torch: its operators and its scaled_dot_product_attention against PyTorch's own in double, by the rule of the
 specification; autograd, torch.compile, autocast, and what is left to PyTorch."""
 
+# Where two ways to one result are held to each other (allclose), they may differ in the order of fp32 sums alone: values are of
+# order 1 and the bounds a few roundings of such a sum. How far a kernel may be off is the judge's affair (judge.py). Whole modules are compared
+# within 1e-4, since their linear layers are compiled, or run in another order, too.
+
 import gc
 import re
 import sys
