@@ -15,6 +15,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(PACKAGE / "src"), str(PACKAGE / "tests")]
 
+from peers import Peer  # noqa: E402
+
 VARIABLES = re.compile(r"GPU_LEASE_|(CUDA|HIP|ROCR)_VISIBLE_DEVICES$|PYTEST_")
 ENOUGH = 300  # seconds after which something hangs that must not
 
@@ -23,6 +25,25 @@ ENOUGH = 300  # seconds after which something hangs that must not
 def no_variables(monkeypatch):
     for name in [name for name in os.environ if VARIABLES.match(name)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def lockfile(tmp_path):
+    return str(tmp_path / "lock")
+
+
+@pytest.fixture
+def start_peer(lockfile):
+    """Starts processes that use the lock file as workers do, named gw0, gw1, ... unless a name is given, and ends them."""
+    peers = []
+
+    def start(worker=None, run="run"):
+        peers.append(Peer(lockfile, worker or f"gw{len(peers)}", run))
+        return peers[-1]
+
+    yield start
+    for one in peers:
+        one.end()
 
 
 @pytest.fixture(scope="session")

@@ -5,29 +5,24 @@ import signal
 
 import pytest
 
-from peers import Peer
 from pytest_gpu_lease.lockfile import PAGE, LockFile, gpu_byte, open_lock_file
 
 A, B = "00000000:3b:00.0", "00000000:86:00.0"
 
 
 @pytest.fixture
-def lockfile(tmp_path):
-    return str(tmp_path / "lock")
-
-
-@pytest.fixture
-def peer(lockfile):
-    peers = []
+def peer(start_peer):
+    """Each peer wants A, and is one later in the line than the one before."""
+    count = 0
 
     def start(worker=None, run="run"):
-        peers.append(Peer(lockfile, worker or f"gw{len(peers)}", run))
-        peers[-1]("want(%d, '%s')" % (len(peers), A))
-        return peers[-1]
+        nonlocal count
+        count += 1
+        one = start_peer(worker, run)
+        one("want(%d, '%s')" % (count, A))
+        return one
 
-    yield start
-    for one in peers:
-        one.end()
+    return start
 
 
 def take(peer, *bus_ids):

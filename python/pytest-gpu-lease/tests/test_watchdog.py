@@ -9,29 +9,21 @@ import time
 import pytest
 
 from conftest import ENOUGH, PACKAGE
-from peers import Peer
 from pytest_gpu_lease import endings
 from pytest_gpu_lease.lockfile import open_lock_file
 from pytest_gpu_lease.watchdog import Watch
 
 
 @pytest.fixture
-def lockfile(tmp_path):
-    return str(tmp_path / "lock")
-
-
-@pytest.fixture
-def peer(lockfile):
-    peers = []
+def peer(start_peer):
+    """A peer in a test of that name."""
 
     def start(test, run="run"):
-        peers.append(Peer(lockfile, f"gw{len(peers)}", run))
-        peers[-1](f"w.write(test={test!r})")
-        return peers[-1]
+        one = start_peer(run=run)
+        one(f"w.write(test={test!r})")
+        return one
 
-    yield start
-    for one in peers:
-        one.end()
+    return start
 
 
 @pytest.fixture
