@@ -14,19 +14,19 @@ need_packages() {
 		esac
 	done
 	[ -n "$missing" ] || return 0
-	root=
+	as_root=
 	if [ "$(id -u)" -ne 0 ]; then
 		command -v sudo >/dev/null 2>&1 || {
 			echo "missing packages:$missing; install them as root, or install sudo" >&2
 			return 1
 		}
-		root=sudo
+		as_root=sudo
 	fi
 	echo "installing$missing"
 	# shellcheck disable=SC2086 # one word a package
 	{
-		$root apt-get update -qq &&
-			$root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 install -y -qq \
+		$as_root apt-get update -qq &&
+			$as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 install -y -qq \
 				--no-install-recommends $missing
 	} >/tmp/ingot-apt.$$ 2>&1 || {
 		cat /tmp/ingot-apt.$$ >&2
