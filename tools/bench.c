@@ -21,7 +21,7 @@ typedef struct settings {
 	const char *backend, *rows, *only;
 	double seconds; /* NaN: not given */
 	int64_t from;
-	bool json;
+	bool json, of_model;
 	int64_t threads[THREADS_MOST];
 	int thread_counts;
 } settings;
@@ -237,7 +237,7 @@ static void keep_row(bench *b, const cJSON *explanation, const cJSON *candidate,
 	gmtime_r(&now, &day);
 	strftime(r->date, sizeof r->date, "%Y-%m-%d", &day);
 	snprintf(r->op, sizeof r->op, "%s", op);
-	snprintf(r->arch, sizeof r->arch, "%s", choice_text(explanation, "arch"));
+	snprintf(r->arch, sizeof r->arch, "%s", choice_text(explanation, b->s->of_model ? "model" : "arch"));
 	snprintf(r->bucket, sizeof r->bucket, "%s", choice_text(explanation, "bucket"));
 	snprintf(r->implementation, sizeof r->implementation, "%s", choice_text(candidate, "name"));
 	snprintf(r->variant, sizeof r->variant, "%s", m->variant);
@@ -389,6 +389,9 @@ static int run(const tool_command *command, int argc, char **argv) {
 		{"--seconds", "X", "time spent on each measurement (0.4; on a GPU 0.02)", TOOL_NUMBER, &s.seconds, 0, 0},
 		{"--rows", "FILE", "time every candidate and write tuning rows to FILE (tuning/ARCH.tsv)", TOOL_TEXT, &s.rows,
 	     0, 0},
+		{"--of-model", NULL,
+	     "with --rows: of this model alone (tuning/MODEL.tsv), which is served by them before its architecture's",
+	     TOOL_FLAG, &s.of_model, 0, 0},
 		{"--json", NULL, "print JSON", TOOL_FLAG, &s.json, 0, 0},
 		{0},
 	};
@@ -420,7 +423,9 @@ static int run(const tool_command *command, int argc, char **argv) {
 	ingot_device_describe(stream, arch, sizeof arch, model, sizeof model, NULL);
 	char error[256];
 	if (s.rows && (tool_check_writable(command, "--rows", s.rows) >= 0)) return TOOL_USAGE;
-	if (s.rows && !rows_check(s.rows, arch, false, error, sizeof error)) return tool_usage(command, "--rows %s", error);
+	if (s.of_model && !s.rows) return tool_usage(command, "--of-model says what --rows are of; there are none");
+	if (s.rows && !rows_check(s.rows, s.of_model ? model : arch, false, error, sizeof error))
+		return tool_usage(command, "--rows %s", error);
 	if (s.json) {
 		root = cJSON_CreateObject();
 		cJSON_AddStringToObject(root, "version", ingot_version_string());

@@ -411,14 +411,15 @@ static int run(const tool_command *command, int argc, char **argv) {
 		jobs = gpu_stream().type == INGOT_CPU ? 1 : processors < CHECK_JOBS ? processors : CHECK_JOBS;
 	}
 	if (rows) {
-		char arch[64] = "", error[256];
+		char arch[64] = "", model[64] = "", error[256];
 		/* A row's evidence is the whole of level 2, of whichever kernels. */
 		if (level != 2 || r.only || line || from || seconds)
 			return tool_usage(
 				command, "--rows needs --level 2, without --only, --problem, --from and --seconds: all of its cases");
-		ingot_device_describe(gpu_stream(), arch, sizeof arch, NULL, 0, NULL);
+		ingot_device_describe(gpu_stream(), arch, sizeof arch, model, sizeof model, NULL);
 		if (tool_check_writable(command, "--rows", rows) >= 0) return TOOL_USAGE;
-		if (!rows_check(rows, arch, true, error, sizeof error)) return tool_usage(command, "--rows %s", error);
+		if (!rows_check(rows, model, true, error, sizeof error) && !rows_check(rows, arch, true, error, sizeof error))
+			return tool_usage(command, "--rows %s", error);
 	}
 	pthread_mutex_init(&r.lock, NULL);
 	r.jobs = (int)jobs;

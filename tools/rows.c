@@ -116,7 +116,8 @@ bool rows_check(const char *path, const char *arch, bool must_exist, char *error
 	bool good = read_table(path, &t, error, capacity);
 	for (int i = 0; good && i < t.count; i++) {
 		good = strcmp(t.rows[i].arch, arch) == 0;
-		if (!good) snprintf(error, capacity, "%s holds rows of %s; this device is %s", path, t.rows[i].arch, arch);
+		if (!good)
+			snprintf(error, capacity, "%s holds rows of %s; those asked for are of %s", path, t.rows[i].arch, arch);
 	}
 	free(t.rows);
 	return good;

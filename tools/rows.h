@@ -13,7 +13,7 @@ typedef struct row {
 	char digest[40], device[64], date[16];
 } row;
 
-/* Whether FILE holds tuning rows of the architecture `arch` and nothing else; a missing one may be made unless it must be there. */
+/* Whether FILE holds tuning rows of `arch`, an architecture or a model, and nothing else; a missing one may be made unless it must be there. */
 bool rows_check(const char *path, const char *arch, bool must_exist, char *error, size_t capacity);
 
 /* Adds or replaces rows of FILE (made if it is missing). A row that replaces one of the same digest keeps its evidence. */

@@ -199,6 +199,17 @@ static void test_measured_fastest(void **state) {
 	assert_ptr_equal(choice.impl, fast[0]);
 }
 
+/* The rows that are built in are of the sources that are built in; a GPU's cannot be renewed without that GPU. */
+static void test_built_in_rows_of_processors_are_fresh(void **state) {
+	for (int i = 0; i < ingot__row_count; i++) {
+		const ingot__row *const r = &ingot__rows[i];
+		if (!strncmp(r->arch, "sm_", 3)) continue;
+		if (strcmp(r->digest, ingot__impl_digest(r->implementation)))
+			fail_msg("row %d, %s on %s, is stale: docs/tuning.md tells how it is made again", i, r->implementation,
+			         r->arch);
+	}
+}
+
 /* Of an operator whose only rows are of another source text, nothing is verified but the reference: it runs, slow as it is. */
 static void test_stale_rows_prove_nothing(void **state) {
 	const ingot__impl *fast[2];
@@ -391,6 +402,7 @@ int main(int argc, char **argv) {
 		cmocka_unit_test(test_forced_variants),
 		cmocka_unit_test(test_no_fallback),
 		cmocka_unit_test(test_measured_fastest),
+		cmocka_unit_test(test_built_in_rows_of_processors_are_fresh),
 		cmocka_unit_test(test_stale_rows_prove_nothing),
 		cmocka_unit_test(test_batch_invariant),
 		cmocka_unit_test(test_rows_of_a_child),

@@ -200,6 +200,19 @@ static void test_rows_files(void **state) {
 	assert_true(rows_merge(path, &r, 1, error, sizeof error));
 	assert_int_equal(ingot_heard(line, 2), TOOL_USAGE);
 	assert_non_null(strstr(said, "rows of another"));
+	/* the model's rows in a file of their own */
+	unlink(path);
+	snprintf(line, sizeof line, "bench --problem fwd:b1,h1,s9,d16,f32 --seconds 0 --of-model --rows %s", path);
+	assert_int_equal(ingot_heard(line, 1), TOOL_OK);
+	char text[4096] = "", model[64], key[80];
+	FILE *f = fopen(path, "r");
+	assert_non_null(f);
+	assert_true(fread(text, 1, sizeof text - 1, f) > 0);
+	fclose(f);
+	ingot_device_describe((ingot_stream){0}, NULL, 0, model, sizeof model, NULL);
+	snprintf(key, sizeof key, "attn_fwd\t%s\t", model);
+	assert_non_null(strstr(text, key));
+	assert_int_equal(ingot("bench --problem fwd:b1,h1,s9,d16,f32 --of-model"), TOOL_USAGE);
 	unlink(path);
 	snprintf(line, sizeof line, "check --level 2 --backend attn_merge_reference --rows %s", path);
 	assert_int_equal(ingot(line), TOOL_USAGE);
