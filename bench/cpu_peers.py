@@ -114,7 +114,7 @@ def measure(row, threads, seconds, lib):
     kv = [(k, v)] + [(k.clone(), v.clone()) for _ in range(copies - 1)]
     out, lse = torch.empty_like(dout), torch.empty(dout.shape[:3])
     options = dict(is_causal=row["causal"], enable_gqa=row["hq"] != row["hk"])
-    turn = [0, 0]
+    turn = [0, 0, 0]
     if row["op"] == "fwd":
         calls = [call("attn_fwd", dict(q=q, k=a, v=b, out=out, lse=lse), row, threads) for a, b in kv]
         name = calls[0][1]
@@ -152,9 +152,11 @@ def measure(row, threads, seconds, lib):
     if decode and bytes_ > 1 << 22:
         unit, work = "GB/s", float(bytes_)
 
-        def between():
-            rate = lib.tool_read_rate(k.data_ptr(), k.numel() * size, threads)
-            limit[0] = max(limit[0], rate)
+        def between():  # of the copies in turn, as the calls read them: one K alone may stay in the third-level cache
+            turn[2] += 1
+            size_of = lambda x: x.numel() * size
+            read = sum(size_of(x) / lib.tool_read_rate(x.data_ptr(), size_of(x), threads) for x in kv[turn[2] % copies])
+            limit[0] = max(limit[0], bytes_ / read)
     else:
         unit = "GFLOP/s"
 
