@@ -151,10 +151,16 @@ static ingot_status time_on_cpu(const call *a, const ingot_options *options, int
 	return status;
 }
 
+static ingot_options options_of(const problem *p, const char *backend, int32_t threads) {
+	ingot_options options = tool_options(backend, threads);
+	options.flags = problem_flags(p);
+	return options;
+}
+
 static ingot_status measure(const call *a, const char *backend, int32_t threads, double seconds, measured *m) {
 	const problem *p = &a->p;
 	const tool_operator op = (tool_operator)p->op;
-	ingot_options options = tool_options(backend, threads);
+	ingot_options options = options_of(p, backend, threads);
 	uint64_t bytes = 0;
 	ingot_status status = tool_workspace(op, a->params, &options, &bytes);
 	if (status != INGOT_OK) return status;
@@ -181,22 +187,44 @@ static void print_head(void) {
 	       "median ms", "rate", "limit%");
 }
 
-static void print_measured(const char *name, const char *line, int threads, const measured *m) {
-	char shown[192];
-	char limit[16] = "-", on[16] = "-";
+/* The columns that a refused row has too. */
+static void print_row(const char *name, const char *line, int threads) {
+	char on[16] = "-";
 	if (threads) snprintf(on, sizeof on, "%d", threads);
-	snprintf(shown, sizeof shown, "%s:%s", m->implementation, m->variant);
-	if (m->limit > 0) snprintf(limit, sizeof limit, "%.1f%%", 100 * m->rate / m->limit);
-	printf("%-12s %-44s %3s %-30s %10.4f %10.4f %8.1f %6s %s\n", name, line, on, shown, m->least * 1e3, m->median * 1e3,
-	       m->rate, limit, m->unit);
+	printf("%-12s %-44s %3s ", name, line, on);
+}
+
+static void print_refused(const char *name, const char *line, int threads, const char *why) {
+	print_row(name, line, threads);
+	printf("refused: %s\n", why);
 	fflush(stdout);
 }
 
-static void add_json(cJSON *list, const char *name, const char *line, int threads, const measured *m) {
+static void print_measured(const char *name, const char *line, int threads, const measured *m) {
+	char shown[192];
+	char limit[16] = "-";
+	snprintf(shown, sizeof shown, "%s:%s", m->implementation, m->variant);
+	if (m->limit > 0) snprintf(limit, sizeof limit, "%.1f%%", 100 * m->rate / m->limit);
+	print_row(name, line, threads);
+	printf("%-30s %10.4f %10.4f %8.1f %6s %s\n", shown, m->least * 1e3, m->median * 1e3, m->rate, limit, m->unit);
+	fflush(stdout);
+}
+
+static cJSON *add_row(cJSON *list, const char *name, const char *line, int threads) {
 	cJSON *item = cJSON_CreateObject();
 	cJSON_AddStringToObject(item, "row", name);
 	cJSON_AddStringToObject(item, "problem", line);
 	if (threads) cJSON_AddNumberToObject(item, "threads", threads);
+	cJSON_AddItemToArray(list, item);
+	return item;
+}
+
+static void add_refused(cJSON *list, const char *name, const char *line, int threads, const char *why) {
+	cJSON_AddStringToObject(add_row(list, name, line, threads), "refused", why);
+}
+
+static void add_json(cJSON *list, const char *name, const char *line, int threads, const measured *m) {
+	cJSON *const item = add_row(list, name, line, threads);
 	cJSON_AddStringToObject(item, "implementation", m->implementation);
 	cJSON_AddStringToObject(item, "variant", m->variant);
 	cJSON_AddNumberToObject(item, "min_us", m->least * 1e6);
@@ -205,7 +233,6 @@ static void add_json(cJSON *list, const char *name, const char *line, int thread
 	cJSON_AddStringToObject(item, "unit", m->unit);
 	cJSON_AddNumberToObject(item, "rate", m->rate);
 	if (m->limit > 0) cJSON_AddNumberToObject(item, "limit", m->limit);
-	cJSON_AddItemToArray(list, item);
 }
 
 typedef struct bench {
@@ -293,12 +320,13 @@ static void bench_problem(bench *b, const char *name, const problem *p, int32_t 
 		return;
 	}
 	const tool_operator op = (tool_operator)p->op;
-	const ingot_options forced = tool_options(s->backend, threads);
+	const ingot_options forced = options_of(p, s->backend, threads);
 	cJSON *explanation = choice_json(op, a.params, &forced);
 	const cJSON *winner = choice_winner(explanation), *candidate;
 	if (!winner) {
-		tool_failed(b->command, "%s %s: %s", name, line,
-		            explanation ? choice_text(explanation, "because") : ingot_last_error());
+		const char *const why = explanation ? choice_text(explanation, "because") : ingot_last_error();
+		if (b->json) add_refused(b->json, name, line, threads, why);
+		else print_refused(name, line, threads, why);
 		b->failed++;
 	}
 	if (winner) cJSON_ArrayForEach(candidate, cJSON_GetObjectItemCaseSensitive(explanation, "candidates")) {
@@ -336,11 +364,12 @@ static void bench_problem(bench *b, const char *name, const problem *p, int32_t 
 	}
 }
 
-/* A line of a suite: a name and a problem; '#' begins a remark. False after a message. */
+/* A line of a suite: a name and a problem; '#' begins a remark, there or in place of a row. False after a message. */
 static bool bench_line(bench *b, const char *text, const char *where, int number) {
 	char name[64], line[PROBLEM_TEXT], error[256];
 	problem p;
-	if (sscanf(text, "%63s %1023s", name, line) != 2) {
+	int end = 0;
+	if (sscanf(text, "%63s %1023s %n", name, line, &end) != 2 || (text[end] && text[end] != '#')) {
 		tool_usage(b->command, "%s line %d: \"%s\" is not a name and a problem", where, number, text);
 		return false;
 	}
@@ -363,7 +392,7 @@ static bool bench_file(bench *b, const char *path) {
 		tool_failed(b->command, "%s: %s", path, strerror(errno));
 		return false;
 	}
-	char text[PROBLEM_TEXT + 80];
+	char text[2 * PROBLEM_TEXT];
 	bool good = true;
 	for (int number = 1; good && fgets(text, sizeof text, f); number++) {
 		text[strcspn(text, "\r\n")] = 0;
@@ -378,8 +407,8 @@ static int run(const tool_command *command, int argc, char **argv) {
 	const char *suite = NULL, *problem_text = NULL, *threads = NULL, *device = "cpu", *why;
 	const tool_option options[] = {
 		{"--device", "DEVICE", "cpu, or cuda:N", TOOL_TEXT, &device, 0, 0},
-		{"--suite", "FILE", "a file of lines NAME PROBLEM; else the built-in suite of the device", TOOL_TEXT, &suite, 0,
-	     0},
+		{"--suite", "FILE", "a file of lines NAME PROBLEM [# remark]; else the built-in suite of the device", TOOL_TEXT,
+	     &suite, 0, 0},
 		{"--problem", "PROBLEM", "time this one problem", TOOL_TEXT, &problem_text, 0, 0},
 		{"--only", "TEXT", "only rows whose name or problem holds this text", TOOL_TEXT, &s.only, 0, 0},
 		{"--from", "N", "begin with the N-th problem of the suite, to go on where a run ended", TOOL_INTEGER, &s.from,

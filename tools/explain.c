@@ -30,8 +30,7 @@ static int run(const tool_command *command, int argc, char **argv) {
 	char error[256];
 	if (!problem_parse(words[0], &p, error, sizeof error)) return tool_usage(command, "%s", error);
 	ingot_options o = tool_options(backend, (int32_t)threads);
-	o.flags = (deterministic || p.det ? INGOT_DETERMINISTIC : 0u) | (strict ? INGOT_STRICT : 0u) |
-	          (p.invariant ? INGOT_BATCH_INVARIANT : 0u);
+	o.flags = problem_flags(&p) | (deterministic ? INGOT_DETERMINISTIC : 0u) | (strict ? INGOT_STRICT : 0u);
 
 	char *text = NULL;
 	ingot_status status = INGOT_OK;

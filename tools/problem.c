@@ -478,6 +478,10 @@ void problem_print(const problem *p, char *buffer, size_t capacity) {
 	if (p->data) add(&t, ",data=%s", data_names[p->data]);
 }
 
+uint32_t problem_flags(const problem *p) {
+	return (p->det ? INGOT_DETERMINISTIC : 0u) | (p->invariant ? INGOT_BATCH_INVARIANT : 0u);
+}
+
 /* Live rows of sequence b on one side: the given length, else the longest. */
 static int64_t rows_of(const int64_t *lengths, int64_t given, int64_t side, int64_t b, int64_t most) {
 	if (!given || (side >> 1 & 3) == INGOT_LENGTH_MAX) return most;

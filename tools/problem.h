@@ -75,6 +75,8 @@ bool problem_parse(const char *text, problem *p, char *error, size_t capacity);
 void problem_print(const problem *p, char *text, size_t capacity);
 const char *problem_grammar(void);
 
+/* The flags of ingot_options that a problem asks for. */
+uint32_t problem_flags(const problem *p);
 /* Query-key pairs the mask keeps, over all query heads. Here and below sequences are of the given lengths, else full. */
 double problem_pairs(const problem *p);
 /* Work of one call: FLOPs of an attention, bytes of K and V read once a key head. */

@@ -30,10 +30,26 @@ def test_a_gpu_is_there_with_the_double_alone():
         assert not any(listed().values())
 
 
-def test_the_python_package_on_a_gpu():
+@pytest.fixture(scope="module")
+def pack():
+    found = Path(os.environ.get("INGOT_IMAGE_PATH") or ingot.ROOT / "build/packs")
+    assert (found / "ingot-sm_90a.pack").exists(), "./test.sh makes it"
+    return found
+
+
+@pytest.mark.parametrize("words, refused", [("", False), (",det", True)])
+def test_a_row_is_timed_with_the_flags_it_asks_for(pack, words, refused):
+    done = subprocess.run(
+        [COMMAND, "bench", "--device", "cuda:0", "--json", "--backend", "cuda/attn_bwd_sm80",
+         "--problem", f"bwd:b1,h1,s64,d64,bf16{words}"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(DOUBLE), "INGOT_IMAGE_PATH": str(pack)}, capture_output=True, text=True,
+    )  # fmt: skip
+    (line,) = json.loads(done.stdout)["rows"]
+    assert done.returncode == refused and ("atomics" in line.get("refused", "")) == refused, done.stdout + done.stderr
+
+
+def test_the_python_package_on_a_gpu(pack):
     """Its GPU half up to the driver: device, stream, results and workspace from the framework, and capture."""
-    pack = Path(os.environ.get("INGOT_IMAGE_PATH") or ingot.ROOT / "build/packs")
-    assert (pack / "ingot-sm_90a.pack").exists(), "./test.sh makes it"
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / "double_framework.py", Path(ingot.PATH).parent / "python"],
         env={**os.environ, "LD_LIBRARY_PATH": str(DOUBLE), "INGOT_IMAGE_PATH": str(pack)},
