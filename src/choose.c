@@ -296,14 +296,34 @@ static bool better(const ingot__candidate *a, const ingot__candidate *b) {
 	return a->impl->rank > b->impl->rank;
 }
 
-static void add_figures(const ingot__problem *problem, const knowledge *k, ingot__choice *choice) {
-	const table *t = rows();
-	const range *const of = k->rows[problem->op];
+/* The rows of buckets that this thread met last: going through all of them takes longer than the rest of a call's host time. */
+typedef struct met {
+	const knowledge *k;
+	int op;
 	ingot__bucket bucket;
-	ingot__bucket_of(problem, &bucket);
+	range rows;
+} met;
+
+enum { MET_BITS = 5 };
+static _Thread_local met met_last[1 << MET_BITS];
+
+static range rows_of_bucket(const table *t, const knowledge *k, int op, const ingot__bucket *bucket) {
+	uint64_t words[2] = {(uint64_t)op};
+	memcpy((char *)words + sizeof words - sizeof *bucket, bucket, sizeof *bucket);
+	met *const m = &met_last[((words[0] ^ words[1] * 31) * UINT64_C(0x9e3779b97f4a7c15)) >> (64 - MET_BITS)];
+	if (m->k == k && m->op == op && !memcmp(&m->bucket, bucket, sizeof *bucket)) return m->rows;
 	range found = {0, 0};
 	for (int n = 0; n < NAMES && found.first == found.last; n++)
-		if (of[n].first < of[n].last) found = nearest(t, of[n], &bucket);
+		if (k->rows[op][n].first < k->rows[op][n].last) found = nearest(t, k->rows[op][n], bucket);
+	*m = (met){k, op, *bucket, found};
+	return found;
+}
+
+static void add_figures(const ingot__problem *problem, const knowledge *k, ingot__choice *choice) {
+	const table *t = rows();
+	ingot__bucket bucket;
+	ingot__bucket_of(problem, &bucket);
+	const range found = rows_of_bucket(t, k, problem->op, &bucket);
 	for (int i = found.first; i < found.last; i++)
 		for (int c = 0; c < choice->candidates; c++) {
 			ingot__candidate *x = &choice->candidate[c];
