@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -150,6 +151,73 @@ def test_every_peer_of_a_plain_row_is_asked(cuda_rows):
     assert {"cudnn", "flash", "efficient", "math", "ingot:no such"} <= set(lines)
     assert "no such" in lines["ingot:no such"]["refused"] and "ingot:no such" not in found
     assert lines["math"]["ok"] and not cuda_rows.peers(cuda_rows.Inputs(suite.parse("fwd:b1,h2,sq1,sk64,d16,bf16,paged=16")))
+
+
+# ---- a run that is stopped and gone on with ----
+
+
+class Device:
+    """In the place of cuda_rows: counts what is measured, and is interrupted at a row."""
+
+    class Clock:
+        driver = "1"
+        close = staticmethod(lambda: None)
+
+    Limits = dict
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(empty_cache=lambda: None), OutOfMemoryError=MemoryError)
+    sentence = str
+
+    def __init__(self, stop=None, name="a GPU"):
+        self.asked, self.stop, self.name = [], stop, name
+
+    def device(self):
+        return dict(device=self.name, torch="2", cudnn=9)
+
+    def head(self, row, data):
+        return dict(row=row.name, problem=row.text, op=row.problem.op, data=data)
+
+    def measure(self, row, backends, *_):
+        if (row.name, row.problem.op) == self.stop:
+            raise KeyboardInterrupt
+        self.asked.append((row.name, row.problem.op, *backends))
+        if row.name == "T2":
+            raise MemoryError("too large")
+        return [line(row.name, f"ingot:{x}" if x else "ingot", 1.0, row.problem.op) | self.head(row, "normal") for x in backends], 1.0
+
+
+def peers(monkeypatch, device, *words):
+    """What bench/cuda_peers.py asks of a device."""
+    monkeypatch.setitem(sys.modules, "cuda_rows", device)
+    monkeypatch.setattr(sys, "argv", ["cuda_peers.py", *map(str, words)])
+    import cuda_peers
+
+    cuda_peers.main()
+    return device.asked
+
+
+def test_a_stopped_run_is_gone_on_with(monkeypatch, tmp_path):
+    words = ["--rows", "T1,T2,T3", "--json", tmp_path / "a.json", "--html", tmp_path / "a.html"]
+    first = peers(monkeypatch, Device(stop=("T2", "bwd")), *words)
+    assert first == [("T1", "fwd", ""), ("T1", "bwd", ""), ("T2", "fwd", "")]
+    kept = json.loads((tmp_path / "a.json").read_text())
+    assert [(x["row"], x["op"], "refused" in x) for x in kept["rows"]] == [
+        ("T1", "fwd", False), ("T1", "bwd", False), ("T2", "fwd", True)]  # fmt: skip
+    assert "Not run: T2 forward (too large)" in told((tmp_path / "a.html").read_text(encoding="utf-8"))
+    second = peers(monkeypatch, Device(), *words)
+    assert second == [("T2", "bwd", ""), ("T3", "fwd", ""), ("T3", "bwd", "")]
+    assert len(json.loads((tmp_path / "a.json").read_text())["rows"]) == 6 and not peers(monkeypatch, Device(), *words)
+    with pytest.raises(SystemExit, match="another device"):
+        peers(monkeypatch, Device(name="another GPU"), *words)
+
+
+def test_rows_operators_and_backends_are_those_that_were_named(monkeypatch, tmp_path, capsys):
+    assert peers(monkeypatch, Device(), "--rows", "T3", "--op", "bwd") == [("T3", "bwd", "")]
+    both = ["--backend", "cuda/attn_fwd_sm80", "--backend", "cuda/attn_bwd_sm80"]
+    assert peers(monkeypatch, Device(), "--rows", "T3,P3", *both) == [
+        ("T3", "fwd", "cuda/attn_fwd_sm80"), ("T3", "bwd", "cuda/attn_bwd_sm80"), ("P3", "fwd", "cuda/attn_fwd_sm80")]  # fmt: skip
+    with pytest.raises(SystemExit):
+        peers(monkeypatch, Device(), "--rows", "T3,T99")
+    assert "no row T99" in capsys.readouterr().err
 
 
 # ---- the page ----
