@@ -74,9 +74,11 @@ def test_merge(backend):
 
 
 def attend(q, k, v, out, dtype="bf16", **fields):
+    """Forward by the reference: what it leaves of the error is not to turn with the kernel that a length is fastest by."""
     lse = ingot.empty(q.shape[:3], "f32")
     ingot.attn_fwd(
-        q=ingot.encode(q, dtype), k=ingot.encode(k, dtype), v=ingot.encode(v, dtype), out=out, lse=lse, **fields
+        q=ingot.encode(q, dtype), k=ingot.encode(k, dtype), v=ingot.encode(v, dtype), out=out, lse=lse,
+        options=dict(backend="reference"), **fields
     )
     return out, lse
 
