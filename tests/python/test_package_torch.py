@@ -1,11 +1,12 @@
 """ingot.torch: its operators and its scaled_dot_product_attention against PyTorch's own in double, by the rule of the
-specification; autograd, torch.compile, autocast, and what is left to PyTorch."""
+specification; autograd, torch.compile, autocast, and what is left to PyTorch. On the CPU, and on a GPU where there is one."""
 
 # Where two ways to one result are held to each other (allclose), they may differ in the order of fp32 sums alone: values are of
 # order 1 and the bounds a few roundings of such a sum. How far a kernel may be off is the judge's affair (judge.py). Whole modules are compared
 # within 1e-4, since their linear layers are compiled, or run in another order, too.
 
 import gc
+import importlib.util
 import re
 import sys
 import time
@@ -22,20 +23,21 @@ torch = pytest.importorskip("torch", reason="torch is not installed (tests/requi
 pytestmark = pytest.mark.torch
 
 import ingot.torch as it
-from test_torch import TYPES, compare, make
+from devices import device, here, rand  # noqa: F401
+from test_torch import TYPES, compare
+from test_torch import make as make_on_cpu
 
 F = torch.nn.functional
 original = it._original
 op = torch.ops.ingot.attention_forward
 
 
-@pytest.fixture(autouse=True)
-def counted_anew():
-    it.statistics(reset=True)
+def make(dtype, *shapes, seed=0):
+    return [here(x) for x in make_on_cpu(dtype, *shapes, seed=seed)]
 
 
 def double(x):
-    return x.detach().double().numpy()
+    return x.detach().double().cpu().numpy()
 
 
 def held(name, q, k, v, mask=None, causal=False, scale=None, gqa=False, function=it.scaled_dot_product_attention):
@@ -65,7 +67,7 @@ def held(name, q, k, v, mask=None, causal=False, scale=None, gqa=False, function
         if learns:
             terms["bias"] = double(table[i])
         elif mask is not None:
-            terms["valid"] = table[i].numpy()
+            terms["valid"] = table[i].cpu().numpy()
         outs.append(dense.attend(*(double(x[i]) for x in (q, k, v)), **terms, dtype=ORACLE_DTYPE[dtype])[0])
         found = dense.gradients(*(double(x[i]) for x in (q, k, v, dout)), **terms, dtype=ORACLE_DTYPE[dtype])
         for key, values in parts.items():
@@ -109,7 +111,7 @@ def test_masks_broadcast(dtype, kind, extents):
         batch=(b, 1, sq, sk),
     )[extents]  # fmt: skip
     if kind == "bool":
-        mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) > 0.4
+        mask = rand(*shape) > 0.4
         mask[..., 0, 0] = True
     else:
         mask = make("f32" if kind == "float32" else dtype, shape, seed=5)[0]
@@ -120,9 +122,9 @@ def test_masks_of_fewer_axes():
     q, k, v = make("f32", (2, 3, 5, 16), (2, 3, 7, 16), (2, 3, 7, 16))
     mask = make("f32", (2, 3, 5, 7))[0]
     for few in (mask[0, 0], mask[0], mask[0, 0, :1], mask[:1, :1, :, :1], mask.permute(3, 0, 1, 2).permute(1, 2, 3, 0)):
-        got = it.scaled_dot_product_attention(q, k, v, few)
-        assert torch.equal(got, it.scaled_dot_product_attention(q, k, v, few.expand(2, 3, 5, 7).contiguous()))
-        assert (got - original(q, k, v, few)).abs().max() < 1e-5
+        got, whole = it.scaled_dot_product_attention(q, k, v, few), few.expand(2, 3, 5, 7).contiguous()
+        assert torch.equal(got, it.scaled_dot_product_attention(q, k, v, whole))
+        assert (got - original(q, k, v, whole)).abs().max() < 1e-5  # on a GPU it takes no others
     assert not it.statistics(reset=True)["original"]
 
 
@@ -192,7 +194,7 @@ def test_strides(dtype):
     assert all(torch.equal(x, y) for x, y in zip(got, want))
 
 
-def test_dropout():
+def test_dropout(device):
     """The seed is torch's generator's, the mask the library's, and out and gradients are the formula's with that mask."""
     from ingot import _core
 
@@ -219,21 +221,84 @@ def test_dropout():
     got = (out, *torch.autograd.grad(out, (q, k, v), make("f32", out.shape, seed=1)[0]))
     for name, x, want, own in zip(("out", "dq", "dk", "dv"), got, formula(torch.double), formula(torch.float32)):
         compare(name, x, want, double(own), "f32")
-    with pytest.raises(RuntimeError):
-        it.scaled_dot_product_attention(q, k, v, dropout_p=1.5)
+    if device == "cpu":  # on a GPU PyTorch takes it
+        with pytest.raises(RuntimeError):
+            it.scaled_dot_product_attention(q, k, v, dropout_p=1.5)
     for wrong in (1.5, np.float32(1.5)):
         with pytest.raises(TypeError, match="dropout_seed is .*1.5"):
             it.attention(q, k, v, dropout_p=0.3, dropout_seed=wrong)
+    for call in (it.attention, ingot.attention):
+        with torch.no_grad(), pytest.raises(ingot.InvalidError, match=r"\bdropout_seed\b"):
+            call(q, k, v, dropout_p=0.3, dropout_seed=torch.ones(1))
 
 
-def test_attention_has_every_argument():
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_short_way_is_the_long_one(dtype):
+    """Calls without gradient, mask and dropout take a way of their own: the same bits, in the same order in memory."""
+    from ingot import _core
+
+    packed = make(dtype, (2, 9, 3, 4, 16))[0]
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    few = make(dtype, (2, 2, 13, 16), (2, 2, 13, 24), (2, 0, 13, 16), (0, 4, 9, 16), (2, 4, 0, 16))
+    for tensors, given in (
+        ((q, k, v), {}), ((q, k, v), dict(is_causal=True)), ((q, k, v), dict(scale=-0.3)),
+        ((q, *few[:2]), dict(enable_gqa=True)), ((q, few[4], few[4]), {}), ((few[3],) * 3, {}), ((few[4], k, v), {}),
+        ((q.mT.contiguous().mT, k, v), dict(is_causal=True)),
+    ):  # fmt: skip
+        answers, leaves = [], [x.detach().requires_grad_() for x in tensors]
+        run, keep = _core.plain_sdpa, answers.append
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_core, "plain_sdpa", lambda *x: (keep(run(*x)), answers[-1])[1])
+            short, long = (it.scaled_dot_product_attention(*x, **given) for x in (tensors, leaves))
+        same = dict(causal=given.get("is_causal", False), align="top_left", softmax_scale=given.get("scale"))
+        assert torch.equal(it.attention(*tensors, **same), short)
+        assert len(answers) == 1 and (answers[0] is None) == (tensors[0].stride(-1) != 1)
+        assert torch.equal(short, long) and short.shape == long.shape and short.is_contiguous() == long.is_contiguous()
+        assert short.dtype == q.dtype and not short.requires_grad
+        assert not short.numel() or short.stride() == long.stride()
+    assert it.statistics() == {"ingot": 16, "original": {}}
+    # what is not this simple does nothing here
+    rest = (False, None, False, 0, 1)
+    for tensors in (
+        (q[0], k[0], v[0]), (q, k, v[:1]), (q, k[:1], v[:1]), (q, *few[:2]), (q, few[2], few[2]), (q, k[..., :8], v),
+        (q, k, v[:, :, :5]), (q.double(), k.double(), v.double()), (q, k.double(), v), (None, k, v), (q, 3, v),
+        (q.to_sparse(), k, v), (double(q), k, v), (torch.zeros(1, 1, 3, 600),) * 3,
+    ):  # fmt: skip
+        assert _core.plain_sdpa(*tensors, *rest) is None
+    for causal, grouped in ((1, False), (False, 1), (None, False), (np.True_, False)):
+        assert _core.plain_sdpa(q, k, v, causal, None, grouped, 0, 1) is None
+    assert _core.plain_sdpa(q, few[2], few[2], False, None, True, 0, 1) is None
+    # the last two are the library's
+    for flags, threads, name in ((1 << 20, 1, "flags"), (0, -3, "num_threads")):
+        with pytest.raises(ingot.InvalidError, match=name):
+            _core.plain_sdpa(q, k, v, False, None, False, flags, threads)
+
+
+def test_gradients_are_those_of_differences(device):
+    """torch.autograd.gradcheck, on the CPU of the reference kernel; results are of float32, hence the steps."""
+    backend = "reference" if device == "cpu" else None
+    q, k, v, bias = (x.double().requires_grad_() for x in make("f32", (1, 2, 3, 8), (1, 1, 4, 8), (1, 1, 4, 8), (1, 2, 3, 4)))
+    sink = make("f32", (2,))[0].double().requires_grad_()
+
+    def run(*x):
+        q, k, v, bias, sink = (y.float() for y in x)
+        out = it.attention(
+            q, k, v, bias=bias, sink=sink, causal=True, align="bottom_right", softcap=3.0, backend=backend
+        )
+        return out.double()
+
+    assert torch.autograd.gradcheck(run, (q, k, v, bias, sink), eps=4e-3, atol=1e-3, rtol=1e-2, nondet_tol=1e-5)
+
+
+def test_attention_has_every_argument(device):
     """ingot.torch.attention is ingot.attention, with gradients."""
     q, k, v = make("f32", (2, 4, 9, 16), (2, 2, 13, 16), (2, 2, 13, 16))
     ints = lambda *x: torch.tensor(x, dtype=torch.int32)
     for given in (
         dict(causal=True, align="bottom_right"), dict(window=(3, None), align="top_left"), dict(softcap=2.0),
         dict(softmax_scale=0.2), dict(bias=make("f32", (1, 4, 9, 13))[0]), dict(alibi=torch.rand(4), align="top_left"),
-        dict(sink=torch.randn(4)), dict(k_lengths=ints(13, 4)), dict(backend="reference"), dict(deterministic=True),
+        dict(sink=torch.randn(4)), dict(k_lengths=ints(13, 4)), dict(deterministic=True),
+        *([dict(backend="reference")] if device == "cpu" else []),
     ):  # fmt: skip
         out, lse = it.attention(q, k, v, return_lse=True, **given)
         want = ingot.attention(q, k, v, return_lse=True, **given)
@@ -400,10 +465,10 @@ def test_second_derivatives_are_refused():
             first.sum().backward()
 
 
-def test_autocast():
+def test_autocast(device):
     q, k, v = (x.requires_grad_() for x in make("f32", (2, 3, 20, 16), (2, 3, 30, 16), (2, 3, 30, 16)))
     mask = torch.randn(20, 30)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16):
         got = it.scaled_dot_product_attention(q, k, v, mask)
         assert original(q, k, v, mask).dtype == torch.bfloat16
         assert it.attention(q, k.bfloat16(), v).dtype == torch.bfloat16
@@ -459,6 +524,7 @@ def test_what_is_left_to_torch():
     for reason, run in (
         ("a type other", lambda f: f(*wide)),
         ("a scale of 0", lambda f: f(q, k, v, scale=0.0)),
+        ("a scale of 0", lambda f: f(q, k, v, scale=1e-60)),
         ("a head size of 0 or beyond 512", lambda f: f(big, big, big)),
         ("not 2 to 4 axes", lambda f: f(five, five, five)),
         ("a subclass", lambda f: f(TwoTensor(q, q), TwoTensor(k, k), TwoTensor(v, v)).a),
@@ -490,8 +556,8 @@ def test_what_is_left_to_torch():
         assert counted["ingot"] == 0 and [x.startswith(reason) for x in counted["original"]] == [True], (reason, counted)
 
 
-def test_settings_of_torch_are_passed_on(monkeypatch):
-    """Its deterministic mode and its number of threads, forward and backward."""
+def test_settings_of_torch_are_passed_on(monkeypatch, device):
+    """Its deterministic mode and its number of threads on the CPU, forward and backward."""
     q = torch.randn(1, 1, 4, 8, requires_grad=True)
     seen = []
 
@@ -505,7 +571,68 @@ def test_settings_of_torch_are_passed_on(monkeypatch):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         it.scaled_dot_product_attention(q, q, q).sum().backward()
-    assert seen == [(None, 3)] * 2 + [(1, 1)] * 2
+    assert seen == [(None, 3 if device == "cpu" else None)] * 2 + [(1, 1 if device == "cpu" else None)] * 2
+
+    # and on the short way of calls without gradients
+    seen.clear()
+    monkeypatch.setattr(it._core, "plain_sdpa", lambda *x: seen.append(x[3:]))
+    with torch.no_grad():
+        it.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3)
+    assert seen[0] == (True, 0.3, False, 1, 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_cuda_graphs():
+    """Forward and backward are captured through torch, and a replay reads what the tensors hold by then."""
+    q, k, v = (x.cuda() for x in make("bf16", (2, 8, 200, 64), (2, 2, 200, 64), (2, 2, 200, 64)))
+    keep = (rand(2, 1, 200, 200) > 0.3).cuda()
+    keep[..., 0] = True
+
+    def step(q, k, v):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        first = it.attention(*leaves, causal=True, align="top_left")
+        second = F.scaled_dot_product_attention(first, *leaves[1:], enable_gqa=True, attn_mask=keep)
+        with torch.no_grad():
+            third = F.scaled_dot_product_attention(*leaves, enable_gqa=True, is_causal=True)
+        return (second, third, *torch.autograd.grad(second.float().square().sum(), leaves))
+
+    with it.enable():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step(q, k, v)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(q, k, v)
+        for seed in (5, 6):
+            for x, y in zip((q, k, v), make("bf16", q.shape, k.shape, v.shape, seed=seed)):
+                x.copy_(y)
+            graph.replay()
+            torch.cuda.synchronize()
+            want = step(q, k, v)
+            assert torch.equal(captured[0], want[0]) and torch.equal(captured[1], want[1])
+            # sums over queries come in no fixed order
+            for x, y in zip(captured[2:], want[2:]):
+                assert (x.float() - y.float()).norm() < 5e-3 * y.float().norm()
+    assert it.statistics()["original"] == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_a_call_is_on_the_current_stream():
+    q = torch.randn(1, 8, 4096, 64, device="cuda", dtype=torch.bfloat16)
+    want = it.attention(q, q, q)
+    stream, late = torch.cuda.Stream(), torch.zeros_like(q)
+    torch.cuda.synchronize()
+    for run in (it.scaled_dot_product_attention, it.attention):
+        with torch.cuda.stream(stream):
+            late.zero_()
+            torch.cuda._sleep(50_000_000)
+            late.copy_(q)
+            got = run(late, late, late)
+        stream.synchronize()
+        assert torch.equal(got, want)
 
 
 def test_nothing_leaks():
@@ -528,17 +655,18 @@ def test_nothing_leaks():
     assert sys.getallocatedblocks() - blocks < 1000 and tensors() - before < 20
 
 
-def test_overhead_is_printed(capsys):
+def test_overhead_is_printed(capsys, device):
     x, y = torch.ones(1, 1, 1, 64), torch.ones(1, 1, 1, 64, requires_grad=True)
     rows = {
         "ingot.attention": lambda: ingot.attention(x, x, x),
-        "ingot.torch, no gradient": lambda: it.scaled_dot_product_attention(x, x, x),
-        "ingot.torch, gradient": lambda: it.scaled_dot_product_attention(y, y, y),
+        "ingot.torch.attention": lambda: it.attention(x, x, x),
+        "enable(), no gradient": lambda: it.scaled_dot_product_attention(x, x, x),
+        "enable(), gradient": lambda: it.scaled_dot_product_attention(y, y, y),
         "torch, no gradient": lambda: original(x, x, x),
         "torch, gradient": lambda: original(y, y, y),
     }
     with capsys.disabled():
-        print("\n  1x1x1x64 fp32, processor time, best of 20:")
+        print(f"\n  1x1x1x64 fp32 on {device}, processor time, best of 20:")
         for name, run in rows.items():
             best = float("inf")
             for _ in range(20):
@@ -546,6 +674,8 @@ def test_overhead_is_printed(capsys):
                 for _ in range(200):
                     run()
                 best = min(best, (time.process_time() - start) / 200)
+                if device == "cuda":
+                    torch.cuda.synchronize()
             print(f"  {name:26} {best * 1e6:7.1f} us a call")
 
 
@@ -555,5 +685,7 @@ def test_the_page_runs():
     names = {}
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S):
         it.statistics(reset=True)
+        if "ingot.transformers" in block and not importlib.util.find_spec("transformers"):
+            continue
         exec(compile(block, "docs/python.md", "exec"), names)
     assert names["out"].shape == (2, 8, 100, 64)

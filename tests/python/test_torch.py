@@ -38,7 +38,7 @@ def run(q, k, v, backend="", **fields):
 
 
 def compare(name, got, exact, yardstick, dtype, scale=None):
-    double = lambda x: x.detach().double().numpy()
+    double = lambda x: x.detach().double().cpu().numpy()
     judge.check_values(name, double(got), double(exact), [yardstick], dtype, scale)
 
 
@@ -49,7 +49,7 @@ def takes(backend, dtype, rows=0):
 
 def make(dtype, *shapes, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(x, generator=generator).to(TYPES[dtype]) for x in shapes]
+    return [torch.randn(x, generator=generator, device="cpu").to(TYPES[dtype]) for x in shapes]
 
 
 def textbook(q, k, v, dtype, **how):

@@ -7,7 +7,9 @@ from . import _errors
 
 
 def error(status, sentence):
-    """The exception of a status of the library."""
+    """The exception of a status of the library. Its sentences name an array's field where the caller knows one argument, number
+    or array."""
+    sentence = sentence.replace("dropout_seed_ptr", "dropout_seed").replace("dropout_offset_ptr", "dropout_offset")
     return _errors.BY_STATUS.get(status, _errors.Error)(sentence, status)
 
 

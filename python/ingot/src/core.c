@@ -543,45 +543,122 @@ static PyObject *results(operator_call *call) {
 	return only;
 }
 
-static PyObject *run(const operator_row *op, PyObject *const *values, Py_ssize_t positional, PyObject *keywords) {
-	if (positional) return PyErr_Format(PyExc_TypeError, "%s() takes keywords only", op->name);
-	operator_call call;
-	memset(&call, 0, sizeof call);
-	call.params.struct_size = op->size;
-	call.options.struct_size = sizeof call.options;
-	call.track = true;
-	PyObject *answer = NULL;
-	if (!read_arguments(op, &call, values, keywords)) goto end;
-	const bool stream_given = call.where.handle_given;
-	if (!import_tensors(op, &call)) goto end;
-	const int32_t kind = call.where.device.device_type;
+static void operator_call_begin(const operator_row *op, operator_call *call) {
+	memset(call, 0, sizeof *call);
+	call->params.struct_size = op->size;
+	call->options.struct_size = sizeof call->options;
+	call->track = true;
+}
+
+/* Runs what is all there. A new reference, or NULL with an exception set. */
+static PyObject *launch(const operator_row *op, operator_call *call, bool stream_given) {
+	const int32_t kind = call->where.device.device_type;
 	const ingot_stream stream = {
 		.type = kind == kDLCUDA   ? INGOT_CUDA
 	            : kind == kDLROCM ? INGOT_HIP
 	                              : INGOT_CPU,
-		.device = call.where.device.device_id,
-		.handle = (void *)call.where.handle,
+		.device = call->where.device.device_id,
+		.handle = (void *)call->where.handle,
 	};
-	if (call.explain) {
-		answer = explained(op, &call, stream);
-		goto end;
-	}
-	framework_memory memory = {.device = call.where.device};
+	if (call->explain) return explained(op, call, stream);
+	framework_memory memory = {.device = call->where.device};
 	/* The framework's memory is in the order of its own stream. */
 	if (stream.type != INGOT_CPU && !stream_given) {
-		PyObject *const first = first_array(&call);
+		PyObject *const first = first_array(call);
 		memory.api = first ? exchange_api(first) : NULL;
 		if (memory.api && memory.api->managed_tensor_allocator) {
-			call.options.alloc = framework_memory_alloc;
-			call.options.free = framework_memory_free;
-			call.options.alloc_context = &memory;
+			call->options.alloc = framework_memory_alloc;
+			call->options.free = framework_memory_free;
+			call->options.alloc_context = &memory;
 		}
 	}
 	PyThreadState *const thread = PyEval_SaveThread();
-	const ingot_status status = op->run(&call.params, stream, &call.options);
+	const ingot_status status = op->run(&call->params, stream, &call->options);
 	PyEval_RestoreThread(thread);
-	if (status == INGOT_OK) answer = results(&call);
-	else raise_status(status, "%s", ingot_last_error());
+	if (status == INGOT_OK) return results(call);
+	raise_status(status, "%s", ingot_last_error());
+	return NULL;
+}
+
+static PyObject *run(const operator_row *op, PyObject *const *values, Py_ssize_t positional, PyObject *keywords) {
+	if (positional) return PyErr_Format(PyExc_TypeError, "%s() takes keywords only", op->name);
+	operator_call call;
+	operator_call_begin(op, &call);
+	PyObject *answer = NULL;
+	if (read_arguments(op, &call, values, keywords)) {
+		const bool stream_given = call.where.handle_given;
+		if (import_tensors(op, &call)) answer = launch(op, &call, stream_given);
+	}
+	operator_call_release(&call);
+	return answer;
+}
+
+/* ---- the short way of ingot.torch -------------------------------------------------------------------------------------- */
+
+/* Whether PyTorch takes these as they are for its scaled_dot_product_attention without a mask, with four axes and nothing
+ * broadcast, and so does Ingot. */
+static bool plain_attention(const ingot_attn_fwd_params *p, bool grouped) {
+	const ingot_tensor *const q = &p->q, *const k = &p->k, *const v = &p->v;
+	if (q->dtype != INGOT_F32 && q->dtype != INGOT_F16 && q->dtype != INGOT_BF16) return false;
+	if (k->dtype != q->dtype || v->dtype != q->dtype) return false;
+	if (q->ndim != 4 || k->ndim != 4 || v->ndim != 4) return false;
+	if (q->stride[3] != 1 || k->stride[3] != 1 || v->stride[3] != 1) return false;
+	if (k->shape[0] != q->shape[0] || v->shape[0] != q->shape[0]) return false;
+	const int64_t heads = q->shape[1], heads_k = k->shape[1];
+	if (v->shape[1] != heads_k || (grouped ? heads_k == 0 || heads % heads_k : heads != heads_k)) return false;
+	if (v->shape[2] != k->shape[2] || k->shape[3] != q->shape[3]) return false;
+	return q->shape[3] >= 1 && q->shape[3] <= 512 && v->shape[3] >= 1 && v->shape[3] <= 512;
+}
+
+/*
+ * plain_sdpa(q, k, v, is_causal, scale, enable_gqa, flags, num_threads): the most frequent call of
+ * scaled_dot_product_attention in one step, since Python's own steps would take longer than a small call. The tensors are of
+ * a type with DLPack's table, not of a subclass, and record no gradients; scale is None or a finite float other than 0.
+ * The output lies in memory as [B, S, H, D]. Returns None, and has done nothing, where the call is not this simple.
+ */
+static PyObject *py_plain_sdpa(PyObject *self, PyObject *const *values, Py_ssize_t count) {
+	(void)self;
+	if (count != 8) return PyErr_Format(PyExc_TypeError, "plain_sdpa() takes 8 arguments");
+	const operator_row *const op = &operators[0];
+	operator_call call;
+	operator_call_begin(op, &call);
+	ingot_attn_fwd_params *const p = &call.params.attn_fwd;
+	PyObject *answer = NULL;
+	const char *const field_names[] = {"q", "k", "v"};
+	ingot_tensor *const tensors[] = {&p->q, &p->k, &p->v};
+	for (int i = 0; i < 3; i++) {
+		if (exchange_api(values[i]) &&
+		    tensor_import(values[i], field_names[i], false, tensors[i], &call.where, &call.held))
+			continue;
+		PyErr_Clear(); /* the long way says what is wrong */
+		goto otherwise;
+	}
+	PyObject *const causal = values[3], *const grouped = values[5];
+	if ((causal != Py_True && causal != Py_False) || (grouped != Py_True && grouped != Py_False)) goto otherwise;
+	if (!plain_attention(p, grouped == Py_True)) goto otherwise;
+	p->mask = causal == Py_True ? INGOT_MASK_CAUSAL : INGOT_MASK_NONE;
+	p->align = INGOT_TOP_LEFT;
+	if (values[4] != Py_None) {
+		p->softmax_scale = (float)PyFloat_AsDouble(values[4]);
+		if (p->softmax_scale == 0) goto otherwise; /* too small for this type; 0 would mean another */
+	}
+	call.options.flags = (uint32_t)PyLong_AsUnsignedLong(values[6]);
+	call.options.num_threads = (int32_t)PyLong_AsLong(values[7]);
+	if (PyErr_Occurred()) goto end;
+	call.tensor[call.tensors++] = (tensor_argument){&op->fields[0], values[0]};
+	const int64_t heads = p->q.shape[1], rows = p->q.shape[2], size = p->v.shape[3];
+	p->out = (ingot_tensor){
+		.dtype = p->q.dtype,
+		.ndim = 4,
+		.shape = {p->q.shape[0], heads, rows, size},
+		.stride = {rows * heads * size, size, heads * size, 1},
+	};
+	call.result[0] = tensor_empty(values[0], "out", &p->out, &call.where, &call.held, &call.convert[0]);
+	if (call.result[0]) answer = launch(op, &call, false);
+	goto end;
+otherwise:
+	Py_INCREF(Py_None);
+	answer = Py_None;
 end:
 	operator_call_release(&call);
 	return answer;
@@ -602,7 +679,9 @@ ENTRY(4, attn_dropout_mask)
 #undef ENTRY
 
 #define METHOD(op) {#op, (PyCFunction)(void (*)(void))py_##op, METH_FASTCALL | METH_KEYWORDS, NULL},
-static PyMethodDef methods[] = {INGOT_OPERATOR_LIST(METHOD){NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {
+	INGOT_OPERATOR_LIST(METHOD){"plain_sdpa", (PyCFunction)(void (*)(void))py_plain_sdpa, METH_FASTCALL, NULL},
+	{NULL, NULL, 0, NULL}};
 #undef METHOD
 
 static struct PyModuleDef definition = {

@@ -357,12 +357,15 @@ PyObject *tensor_empty(PyObject *like, const char *field, ingot_tensor *tensor, 
 			if (!PyErr_Occurred()) PyErr_Format(PyExc_MemoryError, "no memory for %s", field);
 			return NULL;
 		}
-		if (!take_view(&made->dl_tensor, INGOT_NONE, field, tensor)) {
-			if (made->deleter) made->deleter(made);
-			return NULL;
-		}
+		DLTensor *const view = &made->dl_tensor;
+		tensor->data = view->data ? (char *)view->data + view->byte_offset : NULL;
+		/* What was made has its axes in the order of its memory; another order is a matter of strides alone. */
+		int64_t *const strides = view->strides;
+		view->strides = tensor->stride;
 		void *object = NULL;
-		return api->managed_tensor_to_py_object_no_sync(made, &object) ? NULL : object;
+		if (api->managed_tensor_to_py_object_no_sync(made, &object)) return NULL;
+		view->strides = strides; /* the object keeps what was made, but not the caller's array */
+		return object;
 	}
 	PyObject *shape = PyTuple_New(tensor->ndim), *module = helpers();
 	for (int axis = 0; shape && axis < tensor->ndim; axis++)

@@ -41,8 +41,9 @@ const DLPackExchangeAPI *exchange_api(struct _object *object);
 bool tensor_import(struct _object *object, const char *field, bool written, ingot_tensor *tensor, call_device *where,
                    held_tensors *held);
 
-/* A new array of like's framework on the call's device, its memory in tensor (whose dtype, ndim and shape are given; strides
- * are set). A new reference, or NULL with an exception set. *convert is NULL, or a callable that makes the result of the
+/* A new array of like's framework on the call's device, its memory in tensor, whose dtype, ndim, shape and strides are given.
+ * The strides are those of compact memory, with any order of axes where the type has an exchange table, in the order of the
+ * axes otherwise. A new reference, or NULL with an exception set. *convert is NULL, or a callable that makes the result of the
  * array once it is written (a new reference). */
 struct _object *tensor_empty(struct _object *like, const char *field, ingot_tensor *tensor, call_device *where,
                              held_tensors *held, struct _object **convert);
