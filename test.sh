@@ -71,7 +71,7 @@ python_tests() {
 # The README's one command in a fresh environment. The build folder stays, so that only a first run compiles everything.
 pip_install() {
 	rm -rf build/pip && python3 -m venv build/pip &&
-		build/pip/bin/python -m pip --disable-pip-version-check install -q -C build-dir="$PWD/build/pip-build" \
+		build/pip/bin/python -m pip --disable-pip-version-check install -q --config-settings=build-dir="$PWD/build/pip-build" \
 			./python/ingot numpy &&
 		build/pip/bin/python examples/attention.py
 }
