@@ -6,8 +6,9 @@
  *
  * None stands for an absent field. True for an output makes a new array of the first tensor's framework. Besides the fields
  * every function takes those of ingot_options (backend, image_path, flags, num_threads), stream (the handle of a GPU's
- * stream), explain ("text" or "json": nothing runs, the explanation is returned) and track (false: no complaint about
- * tensors that record gradients). What the user sees is made of these in ingot/__init__.py.
+ * stream), explain ("text" or "json": nothing runs, the explanation is returned), track (false: no complaint about tensors
+ * that record gradients) and seq_major (true: an output with four axes that is made here lies in memory as [B, S, H, D],
+ * where the framework has DLPack's C table). What the user sees is made of these in ingot/__init__.py.
  */
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
@@ -226,7 +227,7 @@ enum { OPERATORS = sizeof operators / sizeof *operators };
 /* ---- one call ---------------------------------------------------------------------------------------------------------- */
 
 typedef struct option_names {
-	PyObject *backend, *image_path, *flags, *num_threads, *stream, *explain, *track;
+	PyObject *backend, *image_path, *flags, *num_threads, *stream, *explain, *track, *seq_major;
 } option_names;
 static option_names names;
 
@@ -242,7 +243,7 @@ typedef struct operator_call {
 	held_tensors held;
 	int tensors;
 	tensor_argument tensor[FIELDS_MAX];
-	bool track;
+	bool track, seq_major;
 	int part_fields;
 	PyObject *parts[2];
 	PyObject *backend, *image_path; /* owned bytes behind the options' strings */
@@ -357,6 +358,10 @@ static bool option(const operator_row *op, operator_call *call, PyObject *name, 
 		call->track = PyObject_IsTrue(value) == 1;
 		return true;
 	}
+	if (same_name(name, names.seq_major)) {
+		call->seq_major = PyObject_IsTrue(value) == 1;
+		return true;
+	}
 	if (same_name(name, names.flags)) {
 		if (!integer(value, "flags", 0, UINT32_MAX, &bits)) return false;
 		call->options.flags = (uint32_t)bits;
@@ -443,6 +448,15 @@ static bool import_parts(operator_call *call, const field *f, PyObject *parts) {
 	return true;
 }
 
+/* Strides of a compact [B,H,S,D] tensor whose memory is [B,S,H,D]. */
+static void set_seq_major(ingot_tensor *tensor) {
+	const int64_t heads = tensor->shape[1], rows = tensor->shape[2], size = tensor->shape[3];
+	tensor->stride[0] = rows * heads * size;
+	tensor->stride[1] = size;
+	tensor->stride[2] = heads * size;
+	tensor->stride[3] = 1;
+}
+
 static int result_index(const operator_row *op, const field *f) {
 	for (int i = 0; i < RESULTS_MAX; i++)
 		if (op->results[i] && !strcmp(op->results[i], f->name)) return i;
@@ -484,6 +498,7 @@ static bool import_tensors(const operator_row *op, operator_call *call) {
 			return false;
 		}
 		if (!op->shape(&call->params, f->name, tensor)) return false;
+		if (call->seq_major && tensor->ndim == 4) set_seq_major(tensor);
 		if (call->explain) continue;
 		const int at = result_index(op, f);
 		call->result[at] =
@@ -646,13 +661,8 @@ static PyObject *py_plain_sdpa(PyObject *self, PyObject *const *values, Py_ssize
 	call.options.num_threads = (int32_t)PyLong_AsLong(values[7]);
 	if (PyErr_Occurred()) goto end;
 	call.tensor[call.tensors++] = (tensor_argument){&op->fields[0], values[0]};
-	const int64_t heads = p->q.shape[1], rows = p->q.shape[2], size = p->v.shape[3];
-	p->out = (ingot_tensor){
-		.dtype = p->q.dtype,
-		.ndim = 4,
-		.shape = {p->q.shape[0], heads, rows, size},
-		.stride = {rows * heads * size, size, heads * size, 1},
-	};
+	rows_of(&p->q, 4, p->v.shape[3], p->q.dtype, &p->out);
+	set_seq_major(&p->out);
 	call.result[0] = tensor_empty(values[0], "out", &p->out, &call.where, &call.held, &call.convert[0]);
 	if (call.result[0]) answer = launch(op, &call, false);
 	goto end;
@@ -705,6 +715,7 @@ PyMODINIT_FUNC PyInit__core(void) {
 		.stream = PyUnicode_InternFromString("stream"),
 		.explain = PyUnicode_InternFromString("explain"),
 		.track = PyUnicode_InternFromString("track"),
+		.seq_major = PyUnicode_InternFromString("seq_major"),
 	};
 	PyObject *module = PyModule_Create(&definition);
 	if (!module) return NULL;

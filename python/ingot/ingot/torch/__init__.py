@@ -80,21 +80,15 @@ def _terms(bias, alibi, sink, q_lengths, k_lengths, dropout_seed, *numbers):
     return {**tensors, **_numbers(*numbers)}
 
 
-def _new_results(q: Tensor, v: Tensor, varlen: int, want_lse: bool = True) -> tuple:
-    """Memory for out, [B, S, H, Dv] in memory as models read it on, and for lse. Rows of no sequence read as 0."""
+def _new_results(q: Tensor, v: Tensor, varlen: int) -> tuple:
+    """Tensors like those that the library makes: out, [B, S, H, Dv] in memory as models read it on, and lse."""
     for name, x in (("q", q), ("v", v)):
         if x.dim() != 4:
             raise _invalid(f"{name} has {x.dim()} axes; 4 are needed")
     b, h, s, _ = q.shape
     d = v.shape[3]
     out = torch.empty_strided((b, h, s, d), (s * h * d, d, h * d, 1), dtype=q.dtype, device=q.device)
-    lse = None
-    if want_lse:
-        lse = torch.empty((h, s) if varlen & 1 else (b, h, s), dtype=torch.float32, device=q.device)
-    if varlen & 0xFF:
-        out.zero_()
-        if want_lse:
-            lse.zero_()
+    lse = torch.empty((h, s) if varlen & 1 else (b, h, s), dtype=torch.float32, device=q.device)
     return out, lse
 
 
@@ -104,11 +98,11 @@ def _threads(q: Tensor) -> Optional[int]:
 
 
 def _forward(q, k, v, *terms, want_lse=True):
-    out, lse = _new_results(q, v, terms[_VARLEN], want_lse)
-    _core.attn_fwd(
-        q=_dense(q), k=_dense(k), v=_dense(v), out=out, lse=lse, track=False, num_threads=_threads(q), **_terms(*terms)
-    )
-    return out, lse
+    found = _core.attn_fwd(
+        q=_dense(q), k=_dense(k), v=_dense(v), out=True, lse=True if want_lse else None, seq_major=True, track=False,
+        num_threads=_threads(q), **_terms(*terms),
+    )  # fmt: skip
+    return found if want_lse else (found, None)
 
 
 def _forward_fake(q, k, v, *terms):
@@ -144,12 +138,13 @@ def _backward_fake(dout, q, k, v, out, lse, *terms_and_wanted):
 _VARLEN = [x.split()[1].split("=")[0] for x in _TERMS.split(", ")].index("varlen")
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx, inputs, output, returns_lse=True):
     q, k, v, *terms = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, *terms[:_TENSOR_TERMS])
     ctx.terms = terms[_TENSOR_TERMS:]
-    ctx.mark_non_differentiable(lse)
+    if returns_lse:
+        ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
@@ -191,15 +186,17 @@ torch.library.register_autograd("ingot::attention_backward", _no_second_derivati
 
 
 class _Function(torch.autograd.Function):
-    """What register_autograd makes of the operator."""
+    """What register_autograd makes of the operator; what has no gradient comes as one argument, which is faster."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output
+    def forward(ctx, q, k, v, bias, alibi, sink, rest, want_lse):
+        out, lse = _forward(q, k, v, bias, alibi, sink, *rest)
+        _setup_context(ctx, (q, k, v, bias, alibi, sink, *rest), (out, lse), want_lse)
+        return (out, lse) if want_lse else out
 
-    backward = staticmethod(_gradients)
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        return *_gradients(ctx, dout, dlse)[:6], None, None
 
 
 try:
@@ -241,7 +238,8 @@ def _operator(q, k, v, *terms, want_lse=True):
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
-                return _Function.apply(q, k, v, *terms)
+                found = _Function.apply(q, k, v, *terms[:3], terms[3:], want_lse)
+                return found if want_lse else (found, None)
     return _forward(q, k, v, *terms, want_lse=want_lse)
 
 
