@@ -132,14 +132,15 @@ def reference(q, k, v, causal):
     return s.softmax(-1) @ v
 
 
-def test_graph_replays_with_other_lengths_and_pages():
+@pytest.mark.parametrize("backend", [None, "cuda/attn_fwd_sm80", "cuda/attn_fwd_sm80_decode"])
+def test_graph_replays_with_other_lengths_and_pages(backend):
     b, hq, hk, d, page, most = 4, 32, 8, 128, 16, 64
     pages = b * most
     q, k, v = randn(b, hq, 1, d), randn(pages, page, hk, d), randn(pages, page, hk, d)
     out = torch.zeros_like(q)
     lengths = torch.full((b,), page * most, dtype=torch.int32, device="cuda")
     table = torch.randperm(pages, device="cuda").to(torch.int32).view(b, most)
-    call = Call("attn_fwd", dict(q=q, k=k, v=v, out=out, k_lengths=lengths, page_table=table),
+    call = Call("attn_fwd", dict(q=q, k=k, v=v, out=out, k_lengths=lengths, page_table=table), backend=backend,
                 varlen=ingot.varlen(k=(0, ingot.INDIVIDUAL, 0)))
     call("_prepare")
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -158,6 +159,20 @@ def test_graph_replays_with_other_lengths_and_pages():
                 continue
             rows = [x[table[i].long()].reshape(-1, hk, d)[:n].transpose(0, 1)[None] for x in (k, v)]
             assert (out[i:i + 1].double() - reference(q[i:i + 1], *rows, False)).abs().max() < 2e-2
+
+
+def test_decoding_does_not_depend_on_the_batch_when_told():
+    b, hq, hk, s, d = 40, 8, 2, 3000, 128
+    q, k, v = randn(b, hq, 1, d), randn(b, hk, s, d), randn(b, hk, s, d)
+    lengths = torch.randint(1, s + 1, (b,), device="cuda").to(torch.int32)
+    varlen, results = ingot.varlen(k=(0, ingot.INDIVIDUAL, 0)), []
+    for rows in (slice(0, b), slice(7, 8)):
+        out = torch.full_like(q[rows], torch.nan)
+        Call("attn_fwd", dict(q=q[rows], k=k[rows], v=v[rows], out=out, k_lengths=lengths[rows]), varlen=varlen,
+             backend="cuda/attn_fwd_sm80_decode", flags=ingot.BATCH_INVARIANT)()
+        results.append(out)
+    torch.cuda.synchronize()
+    assert torch.equal(results[0][7:8], results[1])
 
 
 @pytest.mark.parametrize("backend", [None, "cuda/attn_fwd_sm80"])
