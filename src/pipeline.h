@@ -215,7 +215,7 @@ typedef struct ingot__step {
 } ingot__step;
 
 #define INGOT__STEPS 4
-#define INGOT__MAPS 4
+#define INGOT__MAPS 6
 #define INGOT__ARGUMENTS 2048
 #define INGOT__PLAN_NUMBERS 24
 

@@ -2,11 +2,12 @@
  * Attention backward on Hopper (sm_90a), in 16-bit types, by warpgroup products and the copy engine: what is the same whether dQ is
  * added tile by tile (ADDS_DQ, which the including kernel defines as 0 or 1) or computed by itself.
  *
- * A block owns BN keys of one key head, 64 in each of its two warpgroups of owners: K and V stay in shared memory, the sums of dK and
- * dV in registers, while the row tiles of the whole head group pass by, so that grouped heads need no atomics on dK and dV. Of a third
- * warpgroup, one warp has the copy engine fetch Q and dO with their rows' numbers into rings, and one clears rows that may hold
- * anything. Owners multiply transposed, S^T = K Q^T and dP^T = V dO^T, whose accumulators are already the left operands of
- * dV += P^T dO and dK += dS^T Q. A first kernel computes each row's numbers.
+ * A block of threads owns BN keys of one key head, 64 in each of its two warpgroups of owners: K and V stay in shared memory, the sums
+ * of dK and dV in registers, while the row tiles of the whole head group pass by, so that grouped heads need no atomics on dK and dV.
+ * Then it draws the next keys, whose first tiles are fetched meanwhile. Of a third warpgroup, one warp draws, and has the copy engine
+ * fetch Q and dO with their rows' numbers into rings, and one clears rows that may hold anything. Owners multiply transposed,
+ * S^T = K Q^T and dP^T = V dO^T, whose accumulators are already the left operands of dV += P^T dO and dK += dS^T Q. A first kernel
+ * computes each row's numbers.
  */
 #ifndef INGOT_KERNELS_CUDA_BWD_SM90_H
 #define INGOT_KERNELS_CUDA_BWD_SM90_H
@@ -15,48 +16,66 @@
 
 enum { CLASS_PLAIN, CLASS_MASKED }; /* masked: causal, window, variable length */
 enum { Q_MAP, DOUT_MAP, K_MAP, V_MAP, MAPS };
-/* numbers: tiles of a query head, blocks of a key head, heads worked on together; of the second kernel for dQ, blocks of rows */
-enum { ROW_TILES, KEY_BLOCKS, SECTION, MOVES, ROW_BLOCKS, ROW_SECTION };
+/* Of the second kernel for dQ, whose blocks of keys may be of another size. */
+enum { DQ_K_MAP = MAPS, DQ_V_MAP, ALL_MAPS };
+/* numbers: tiles of a query head, blocks of a key head, heads worked on together; of the second kernel for dQ, blocks of rows;
+ * whether keys are drawn from the workspace's counter */
+enum { ROW_TILES, KEY_BLOCKS, SECTION, MOVES, ROW_BLOCKS, ROW_SECTION, DRAWS };
 /* Bits of MOVES: whether a map has an axis of heads and one of batches, or a stride of 0, which the copy engine does not know. */
 #define MOVES_HEAD(map) (1 << 2 * (map))
 #define MOVES_BATCH(map) (2 << 2 * (map))
 
+/* By head size of Q and K, and of V. */
 #define OWNERS 2
-#define BN (64 * OWNERS)
+#define SHARES_KEYS(head) ((head) > 128)
+#define BLOCK_KEYS(head) (SHARES_KEYS(head) ? 64 : 64 * OWNERS)
 #define TILE_ROWS(head) ((head) == 64 ? 128 : 64)
+/* Buffers for tiles of rows; STAGES for what passes between owners, and for blocks of keys in the second kernel for dQ. */
+#define ROW_STAGES(head) (ADDS_DQ || (head) == 64 || (head) > 192 ? 2 : 4)
 #define STAGES 2
-#define DS_BYTES(head) (TILE_ROWS(head) * BN * 2)
+/* From owner to owner: dS of a tile where dQ is added, else P where keys are shared. */
+#define PASSED_BYTES(head) (ADDS_DQ || SHARES_KEYS(head) ? TILE_ROWS(head) * BLOCK_KEYS(head) * 2 : 0)
 /* A warp's part of a tile's dQ: 16 rows and 64 columns. */
 #define DQ_PART 1024
 #define DQ_BYTES (4 * OWNERS * DQ_PART * 4)
-#define CONTROL_BYTES 256
-#define SHARED_BYTES(head)                                                                               \
-	(2 * TILE_BYTES(BN, head) + 2 * STAGES * (TILE_BYTES(TILE_ROWS(head), head) + TILE_ROWS(head) * 4) + \
-	 ADDS_DQ * (STAGES * DS_BYTES(head) + DQ_BYTES) + CONTROL_BYTES)
+#define CONTROL_BYTES 512
+#define SHARED_BYTES(head, value)                                                                             \
+	(TILE_BYTES(BLOCK_KEYS(head), head) + TILE_BYTES(BLOCK_KEYS(head), value) + STAGES * PASSED_BYTES(head) + \
+	 ROW_STAGES(head) *                                                                                       \
+	     (TILE_BYTES(TILE_ROWS(head), head) + TILE_BYTES(TILE_ROWS(head), value) + 2 * TILE_ROWS(head) * 4) + \
+	 ADDS_DQ * DQ_BYTES + CONTROL_BYTES)
 /* Of the kernel that computes dQ by itself. */
 #define DQ_ROWS (64 * OWNERS)
-#define DQ_SHARED_BYTES(head) (2 * TILE_BYTES(DQ_ROWS, head) + 2 * STAGES * TILE_BYTES(BN, head) + CONTROL_BYTES)
+#define DQ_KEYS(head) ((head) <= 128 ? 128 : (head) <= 192 ? 96 : 48)
+#define DQ_SHARED_BYTES(head, value)                          \
+	(TILE_BYTES(DQ_ROWS, head) + TILE_BYTES(DQ_ROWS, value) + \
+	 STAGES * (TILE_BYTES(DQ_KEYS(head), head) + TILE_BYTES(DQ_KEYS(head), value)) + CONTROL_BYTES)
 /* Rows and keys are counted in 32 bits, with room for sums. */
 #define FAR (1 << 30)
 
 #ifdef INGOT_HOST
 
-/* Spills: of the lane that fetches masked tiles for dQ too, which has 24 registers. */
-#define IMAGES(type, number, head)                                                                  \
-	{type "_d" #head "_plain", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=0", 0}, {            \
-		type "_d" #head "_masked", "-DELEMENT=" #number " -DHEAD=" #head " -DCLASS=1", 24 * ADDS_DQ \
+#define IMAGES(type, number, head, value, name)                                                           \
+	{type "_" name "_plain", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=0", 0}, { \
+		type "_" name "_masked", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=1", 0 \
 	}
+#define SMALL(type, number) IMAGES(type, number, 64, 64, "d64"), IMAGES(type, number, 128, 128, "d128")
+#define LARGE(type, number) IMAGES(type, number, 192, 128, "d192v128"), IMAGES(type, number, 256, 256, "d256")
 
-static const ingot__image_variant images[] = {IMAGES("f16", 2, 64), IMAGES("f16", 2, 128), IMAGES("bf16", 3, 64),
-                                              IMAGES("bf16", 3, 128)};
-static const int heads[] = {64, 128};
-enum { HEAD_COUNT = sizeof heads / sizeof *heads };
+#if ADDS_DQ
+static const ingot__image_variant images[] = {SMALL("f16", 2), SMALL("bf16", 3)};
+#else
+static const ingot__image_variant images[] = {SMALL("f16", 2), LARGE("f16", 2), SMALL("bf16", 3), LARGE("bf16", 3)};
+#endif
+static const struct {
+	int head, value;
+} sizes[] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
+enum { SIZES = ADDS_DQ ? 2 : sizeof sizes / sizeof *sizes };
 static const char *const kernels[] = {"attn_bwd_sm90_rows", "attn_bwd_sm90", "attn_bwd_sm90_dq", NULL};
 
-static int head_index(const ingot__problem *p) {
-	const int64_t d = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
+static int size_of(const ingot__problem *p) {
 	int i = 0;
-	while (i < HEAD_COUNT && heads[i] < d) i++;
+	while (i < SIZES && (sizes[i].head < p->head_dim || sizes[i].value < p->head_dim_v)) i++;
 	return i;
 }
 
@@ -83,8 +102,8 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	                 "dq, dk and dv must be of q's type");
 	INGOT__REFUSE_IF(ADDS_DQ && p->deterministic, "dq is summed by atomics, in no fixed order");
 	INGOT__REFUSE_IF(p->dbias.dtype != INGOT_NONE || p->dsink.dtype != INGOT_NONE, "it computes no dbias and no dsink");
-	const int head = head_index(p);
-	INGOT__REFUSE_IF(head == HEAD_COUNT, "a head size above 128");
+	const int size = size_of(p);
+	INGOT__REFUSE_IF(size == SIZES, ADDS_DQ ? "a head size above 128" : "a head size above 256");
 	INGOT__REFUSE_IF(p->head_dim % 8 || p->head_dim_v % 8,
 	                 "a head size that is no multiple of 8: rows are copied in 16-byte pieces");
 	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED || !aligned(&p->dout) || !aligned(&p->dq) || !aligned(&p->dk) ||
@@ -99,10 +118,11 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR,
 	                 "as many rows as the copy engine cannot count");
 	INGOT__REFUSE_IF((double)divide_up(p->q_side.max_seqlen, 64) * (double)p->batch * (double)p->heads_q > 1e8 ||
-	                     (double)divide_up(p->k_side.max_seqlen, BN) * (double)p->batch * (double)p->heads_k > 1e8,
+	                     (double)divide_up(p->k_side.max_seqlen, DQ_KEYS(256)) * (double)p->batch * (double)p->heads_k >
+	                         1e8,
 	                 "more than 1e8 tiles of rows or blocks of keys");
 	const int class = p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED : CLASS_PLAIN;
-	*variant = ((p->q.dtype == INGOT_BF16) * HEAD_COUNT + head) * 2 + class;
+	*variant = ((p->q.dtype == INGOT_BF16) * SIZES + size) * 2 + class;
 	return NULL;
 }
 
@@ -113,40 +133,48 @@ static int32_t moves(int map, const ingot_tensor *t) {
 static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
 	(void)threads;
 	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
-	const int head = heads[out->variant / 2 % HEAD_COUNT], tile = TILE_ROWS(head);
-	const int64_t row_tiles = divide_up(p->q_side.max_seqlen, tile), key_blocks = divide_up(p->k_side.max_seqlen, BN);
+	const int head = sizes[out->variant / 2 % SIZES].head, value = sizes[out->variant / 2 % SIZES].value;
+	const int tile = TILE_ROWS(head), block = BLOCK_KEYS(head);
+	const int64_t row_tiles = divide_up(p->q_side.max_seqlen, tile),
+				  key_blocks = divide_up(p->k_side.max_seqlen, block);
 	const int64_t tiles = row_tiles * p->batch * p->heads_q, blocks = key_blocks * p->batch * p->heads_k;
 	const bool rows = p->q.shape[0] && p->q.shape[2], keys = p->k.shape[0] && p->k.shape[2];
 	if ((tiles == 0 && blocks == 0) || (!rows && !keys)) return;
-	out->arguments_size = MAPS_AT + 128 * MAPS;
+	out->maps = ADDS_DQ ? MAPS : ALL_MAPS;
+	out->arguments_size = (uint32_t)(MAPS_AT + 128 * (size_t)out->maps);
 	a->number[ROW_TILES] = (int32_t)row_tiles;
 	a->number[KEY_BLOCKS] = (int32_t)key_blocks;
 	/* blocks differ in length where later keys are seen by fewer rows, or lengths are the device's */
 	const bool uneven = p->features & INGOT__VARLEN || (p->right != INGOT__NO_BOUND && p->left == INGOT__NO_BOUND);
 	a->number[SECTION] = 1;
 	if (uneven && blocks > 0)
-		a->number[SECTION] = (int32_t)section_heads(device, p->batch * p->heads_k, 1, key_blocks,
-		                                            (double)(p->group * p->q_side.max_seqlen) *
-		                                                (double)(2 * p->head_dim + 2 * p->head_dim_v + 4 * head));
+		a->number[SECTION] =
+			(int32_t)section_heads(device, p->batch * p->heads_k, 1, key_blocks,
+		                           (double)(p->group * p->q_side.max_seqlen) *
+		                               (double)(2 * p->head_dim + 2 * p->head_dim_v + ADDS_DQ * 4 * head));
 	a->number[MOVES] = moves(Q_MAP, &p->q) | moves(DOUT_MAP, &p->dout) | moves(K_MAP, &p->k) | moves(V_MAP, &p->v);
 	/* without rows or keys, nothing is fetched: any tensor will do */
 	out->map[Q_MAP] = map_of(Q_MAP, rows ? &p->q : &p->k, tile);
 	out->map[DOUT_MAP] = map_of(DOUT_MAP, rows ? &p->dout : &p->v, tile);
-	out->map[K_MAP] = map_of(K_MAP, keys ? &p->k : &p->q, BN);
-	out->map[V_MAP] = map_of(V_MAP, keys ? &p->v : &p->dout, BN);
-	out->maps = MAPS;
-	out->workspace_bytes = (uint64_t)tiles * (uint64_t)(tile * (ADDS_DQ * head + 2) * 4);
+	const ingot_tensor *const k = keys ? &p->k : &p->q, *const v = keys ? &p->v : &p->dout;
+	out->map[K_MAP] = map_of(K_MAP, k, block);
+	out->map[V_MAP] = map_of(V_MAP, v, block);
+	if (!ADDS_DQ) {
+		out->map[DQ_K_MAP] = map_of(DQ_K_MAP, k, DQ_KEYS(head));
+		out->map[DQ_V_MAP] = map_of(DQ_V_MAP, v, DQ_KEYS(head));
+	}
+	out->workspace_bytes = (uint64_t)tiles * (uint64_t)(tile * (ADDS_DQ * head + 2) * 4) + 16;
+	a->number[DRAWS] = tiles > 0 && blocks > device->multiprocessors;
 	if (tiles > 0)
-		out->step[out->steps++] = (ingot__step){.name = "rows",
-		                                        .kernel = kernels[0],
-		                                        .block = {256, 1, 1},
-		                                        .grid = {(uint32_t)(tiles * (tile * head / 8 / 256)), 1, 1}};
+		out->step[out->steps++] =
+			(ingot__step){.name = "rows", .kernel = kernels[0], .block = {256, 1, 1}, .grid = {(uint32_t)tiles, 1, 1}};
 	if (blocks > 0)
-		out->step[out->steps++] = (ingot__step){.name = "main",
-		                                        .kernel = kernels[1],
-		                                        .block = {128 * (OWNERS + 1), 1, 1},
-		                                        .shared_bytes = (uint32_t)SHARED_BYTES(head),
-		                                        .grid = {(uint32_t)blocks, 1, 1}};
+		out->step[out->steps++] =
+			(ingot__step){.name = "main",
+		                  .kernel = kernels[1],
+		                  .block = {128 * (OWNERS + 1), 1, 1},
+		                  .shared_bytes = (uint32_t)SHARED_BYTES(head, value),
+		                  .grid = {(uint32_t)(a->number[DRAWS] ? device->multiprocessors : blocks), 1, 1}};
 	if (tiles > 0 && ADDS_DQ)
 		out->step[out->steps++] = (ingot__step){
 			.name = "dq", .kernel = kernels[2], .block = {128, 1, 1}, .grid = {(uint32_t)tiles * OWNERS, 1, 1}};
@@ -161,7 +189,7 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 		out->step[out->steps++] = (ingot__step){.name = "dq",
 		                                        .kernel = kernels[2],
 		                                        .block = {128 * (OWNERS + 1), 1, 1},
-		                                        .shared_bytes = (uint32_t)DQ_SHARED_BYTES(head),
+		                                        .shared_bytes = (uint32_t)DQ_SHARED_BYTES(head, value),
 		                                        .grid = {(uint32_t)(row_blocks * p->batch * p->heads_q), 1, 1}};
 	}
 }
@@ -171,49 +199,61 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 enum {
 	MASKED = CLASS == CLASS_MASKED,
 	BM = TILE_ROWS(HEAD),
+	BN = BLOCK_KEYS(HEAD),
+	ROWS_STAGES = ROW_STAGES(HEAD),
 	/* dK of a tile is issued behind the next tile's S; else behind dQ of the tile before */
-	LATE_DK = HEAD == 128 && ADDS_DQ,
+	LATE_DK = HEAD == 128,
 	K_BYTES = TILE_BYTES(BN, HEAD),
+	V_BYTES = TILE_BYTES(BN, VALUE),
 	Q_BYTES = TILE_BYTES(BM, HEAD),
+	DOUT_BYTES = TILE_BYTES(BM, VALUE),
+	PASS_BYTES = PASSED_BYTES(HEAD),
+	PASSERS = 4 * (SHARES_KEYS(HEAD) ? 1 : OWNERS), /* warps that write what passes, and warps that read it */
 	NUMBERS_BYTES = BM * 4,
 	/* dQ: each warpgroup has 64 of the tile's rows, or 64 of its columns */
 	BY_ROWS = BM == 128,
 	DQ_FLOATS = 32, /* a thread's */
 	TURNS = 4,
+	WORKS = 2,
 	/* shared memory */
 	AT_K = 0,
 	AT_V = AT_K + K_BYTES,
-	AT_Q = AT_V + K_BYTES,
-	AT_DOUT = AT_Q + STAGES * Q_BYTES,
-	AT_DS = AT_DOUT + STAGES * Q_BYTES,
-	AT_DQ = AT_DS + ADDS_DQ * STAGES * DS_BYTES(HEAD),
+	AT_Q = AT_V + V_BYTES,
+	AT_DOUT = AT_Q + ROWS_STAGES * Q_BYTES,
+	AT_PASSED = AT_DOUT + ROWS_STAGES * DOUT_BYTES,
+	AT_DQ = AT_PASSED + STAGES * PASS_BYTES,
 	AT_LSE = AT_DQ + ADDS_DQ * DQ_BYTES,
-	AT_DELTA = AT_LSE + STAGES * NUMBERS_BYTES,
-	AT_WORK = AT_DELTA + STAGES * NUMBERS_BYTES,
-	AT_TURNS = AT_WORK + 64,
+	AT_DELTA = AT_LSE + ROWS_STAGES * NUMBERS_BYTES,
+	AT_WORK = AT_DELTA + ROWS_STAGES * NUMBERS_BYTES,
+	AT_TURNS = AT_WORK + 64 * WORKS,
 	AT_KEYS_FULL = AT_TURNS + 8 * TURNS,
 	AT_KEYS_FETCHED = AT_KEYS_FULL + 8,
-	AT_Q_FULL = AT_KEYS_FETCHED + 8,
-	AT_Q_FETCHED = AT_Q_FULL + 8 * STAGES,
-	AT_Q_EMPTY = AT_Q_FETCHED + 8 * STAGES,
-	AT_DOUT_FULL = AT_Q_EMPTY + 8 * STAGES,
-	AT_DOUT_FETCHED = AT_DOUT_FULL + 8 * STAGES,
-	AT_DOUT_EMPTY = AT_DOUT_FETCHED + 8 * STAGES,
-	AT_DS_FULL = AT_DOUT_EMPTY + 8 * STAGES,
-	AT_DS_EMPTY = AT_DS_FULL + 8 * STAGES,
+	AT_KEYS_EMPTY = AT_KEYS_FETCHED + 8,
+	AT_VALUES_FULL = AT_KEYS_EMPTY + 8,
+	AT_WORK_FULL = AT_VALUES_FULL + 8,
+	AT_WORK_EMPTY = AT_WORK_FULL + 8 * WORKS,
+	AT_Q_FULL = AT_WORK_EMPTY + 8 * WORKS,
+	AT_Q_FETCHED = AT_Q_FULL + 8 * ROWS_STAGES,
+	AT_Q_EMPTY = AT_Q_FETCHED + 8 * ROWS_STAGES,
+	AT_DOUT_FULL = AT_Q_EMPTY + 8 * ROWS_STAGES,
+	AT_DOUT_FETCHED = AT_DOUT_FULL + 8 * ROWS_STAGES,
+	AT_DOUT_EMPTY = AT_DOUT_FETCHED + 8 * ROWS_STAGES,
+	AT_PASSED_FULL = AT_DOUT_EMPTY + 8 * ROWS_STAGES,
+	AT_PASSED_EMPTY = AT_PASSED_FULL + 8 * STAGES,
 	K_TO_V = (AT_V - AT_K) / 16,
 	Q_TO_DOUT = (AT_DOUT - AT_Q) / 16,
-	AT_END = AT_DS_EMPTY + 8 * STAGES
+	AT_END = AT_PASSED_EMPTY + 8 * STAGES
 };
-static_assert(AT_END <= SHARED_BYTES(HEAD), "barriers and the block's work fit into the control bytes");
+static_assert(AT_END <= SHARED_BYTES(HEAD, VALUE) && ROWS_STAGES <= TURNS,
+              "barriers and the block's work fit into the control bytes");
 
 struct arguments {
 	ingot__gpu_args a;
-	tensor_map map[MAPS];
+	tensor_map map[ADDS_DQ ? MAPS : ALL_MAPS];
 };
-static_assert(sizeof(arguments) == MAPS_AT + 128 * MAPS, "as the host half lays it out");
+static_assert(sizeof(arguments) == MAPS_AT + 128 * (ADDS_DQ ? MAPS : ALL_MAPS), "as the host half lays it out");
 
-/* ---- the workspace: where dQ is added an fp32 image of it, tile by tile as warps hold it; two numbers of each row ---------------------- */
+/* ---- the workspace: where dQ is added an fp32 image of it, tile by tile as warps hold it; two numbers a row; a counter ---------------------- */
 
 DEVICE index_t all_tiles(const ingot__gpu_args &a) {
 	return (index_t)a.batch * a.heads_q * a.number[ROW_TILES];
@@ -228,6 +268,9 @@ DEVICE float *lse_numbers(const ingot__gpu_args &a, int tile) {
 }
 DEVICE float *delta_numbers(const ingot__gpu_args &a, int tile) {
 	return lse_numbers(a, tile) + all_tiles(a) * BM;
+}
+DEVICE int *counter(const ingot__gpu_args &a) {
+	return (int *)(delta_numbers(a, 0) + all_tiles(a) * BM);
 }
 DEVICE int number_place(int row) {
 	return (row & ~15) + (row >> 1 & 3) * 4 + (row >> 3 & 1) * 2 + (row & 1);
@@ -244,36 +287,50 @@ DEVICE span keys_of(const ingot__gpu_args &a, int batch) {
 	return k;
 }
 
-/* HEAD / 8 lanes a row. */
+/* A block takes a tile, VALUE / 8 lanes a row. */
 extern "C" __global__ void __launch_bounds__(256) attn_bwd_sm90_rows(const __grid_constant__ arguments x) {
-	enum { LANES = HEAD / 8, ROWS = 256 / LANES };
+	enum { LANES = VALUE / 8, ROWS = 256 / LANES, TIMES = BM / ROWS };
 	const ingot__gpu_args &a = x.a;
-	const int lane = thread_id() % LANES, tile = blockIdx.x / (BM / ROWS);
-	const int in_tile = blockIdx.x % (BM / ROWS) * ROWS + thread_id() / LANES;
-	const int head = tile / a.number[ROW_TILES], i = (tile - head * a.number[ROW_TILES]) * BM + in_tile;
+	const int lane = thread_id() % LANES, tile = blockIdx.x, first = thread_id() / LANES;
+	const int head = tile / a.number[ROW_TILES], i0 = (tile - head * a.number[ROW_TILES]) * BM;
 	const int batch = head / a.heads_q, h = head - batch * a.heads_q;
 	const span q = rows_of(a, batch);
-	if (i - in_tile >= q.count) return;
-	float sum = 0, lse = -INFINITY;
-	if (i < q.count) {
-		if (lane * 8 < a.head_dim_v) {
-			const uint4 o = *(const uint4 *)((const element *)a.out + row_offset(a.out_stride, q, h, i) + lane * 8);
-			const uint4 g = *(const uint4 *)((const element *)a.dout + row_offset(a.dout_stride, q, h, i) + lane * 8);
-			const element *const left = (const element *)&o, *const right = (const element *)&g;
+	if (tile == 0 && thread_id() == 0) *counter(a) = 0;
+	if (i0 >= q.count) return;
+	const element *const out = (const element *)a.out + row_offset(a.out_stride, q, h, i0 + first) + lane * 8;
+	const element *const dout = (const element *)a.dout + row_offset(a.dout_stride, q, h, i0 + first) + lane * 8;
+	const float *const lse =
+		a.lse + batch * a.lse_stride[0] + h * a.lse_stride[1] + (q.start + i0 + first) * a.lse_stride[2];
+	uint4 o[TIMES], g[TIMES];
+	float l[TIMES];
 #pragma unroll
-			for (int n = 0; n < 8; n++) sum = fmaf((float)left[n], (float)right[n], sum);
+	for (int n = 0; n < TIMES; n++) {
+		const bool is_row = i0 + first + n * ROWS < q.count;
+		o[n] = g[n] = make_uint4(0, 0, 0, 0);
+		if (is_row && lane * 8 < a.head_dim_v) {
+			o[n] = *(const uint4 *)(out + n * ROWS * a.out_stride[2]);
+			g[n] = *(const uint4 *)(dout + n * ROWS * a.dout_stride[2]);
 		}
-		lse = a.lse[batch * a.lse_stride[0] + h * a.lse_stride[1] + (q.start + i) * a.lse_stride[2]];
+		l[n] = is_row && lane == 0 ? lse[n * ROWS * a.lse_stride[2]] : -INFINITY;
 	}
-	for (int m = LANES / 2; m; m >>= 1) sum += lane_xor(sum, m);
-	if (lane == 0) {
-		const bool none = lse == -INFINITY;
-		lse_numbers(a, tile)[number_place(in_tile)] = none ? -INFINITY : a.lse_base ? -lse : -lse * LOG2E;
-		delta_numbers(a, tile)[number_place(in_tile)] = none ? 0.0f : -sum;
+	if (ADDS_DQ) {
+		float4 *const image = (float4 *)dq_image(a, tile);
+#pragma unroll
+		for (int n = 0; n < BM * HEAD / 4 / 256; n++) image[n * 256 + thread_id()] = make_float4(0, 0, 0, 0);
 	}
-	if (!ADDS_DQ) return;
-	float4 *const image = (float4 *)(dq_image(a, tile) + in_tile * HEAD + lane * 8);
-	image[0] = image[1] = make_float4(0, 0, 0, 0);
+#pragma unroll
+	for (int n = 0; n < TIMES; n++) {
+		const element *const left = (const element *)&o[n], *const right = (const element *)&g[n];
+		float sum = 0;
+#pragma unroll
+		for (int k = 0; k < 8; k++) sum = fmaf((float)left[k], (float)right[k], sum);
+		for (int m = LANES / 2; m; m >>= 1) sum += lane_xor(sum, m);
+		if (lane > 0) continue;
+		const bool none = l[n] == -INFINITY;
+		const int place = number_place(first + n * ROWS);
+		lse_numbers(a, tile)[place] = none ? -INFINITY : a.lse_base ? -l[n] : -l[n] * LOG2E;
+		delta_numbers(a, tile)[place] = none ? 0.0f : -sum;
+	}
 }
 
 /* ---- what a block does -------------------------------------------------------------------------------------------------- */
@@ -349,53 +406,88 @@ DEVICE bool clears_rows(const ingot__gpu_args &a, const work &w, int i0) {
 }
 
 /* Of the barriers of turn t's stage. */
-DEVICE uint32_t full_parity(int t) {
-	return t / STAGES & 1;
+template <int stages> DEVICE uint32_t full_parity(int t) {
+	return t / stages & 1;
 }
-DEVICE uint32_t empty_parity(int t) {
-	return full_parity(t) ^ 1;
+template <int stages> DEVICE uint32_t empty_parity(int t) {
+	return full_parity<stages>(t) ^ 1;
 }
 
 /* ---- helpers ------------------------------------------------------------------------------------------------------------ */
 
-/* One lane. */
-DEVICE void fetch(const arguments &x, const work &w, uint32_t shared, unsigned char *memory) {
-	const int moves = x.a.number[MOVES];
+DEVICE work &work_at(unsigned char *memory, int n) {
+	return *(work *)(memory + AT_WORK + sizeof(work) * (n % WORKS));
+}
+
+/* All that this block of threads works on, one after another. A warp of owners, or that which clears. */
+template <class act_type> DEVICE void each_work(uint32_t shared, unsigned char *memory, const act_type &act) {
+	for (int n = 0;; n++) {
+		barrier_wait(shared + AT_WORK_FULL + 8 * (n % WORKS), full_parity<WORKS>(n));
+		const work &w = work_at(memory, n);
+		if (same(w.batch) < 0) return;
+		act(w);
+		__syncwarp();
+		if (lane_id() == 0) barrier_arrive(shared + AT_WORK_EMPTY + 8 * (n % WORKS));
+	}
+}
+
+/* One lane: draws, and fetches. */
+DEVICE void fetch(const arguments &x, uint32_t shared, unsigned char *memory) {
+	const int moves = x.a.number[MOVES], blocks = x.a.number[KEY_BLOCKS] * x.a.batch * x.a.heads_k;
 	auto at_head = [&](int map, int head) { return moves & MOVES_HEAD(map) ? head : 0; };
 	auto at_batch = [&](int map, int batch) { return moves & MOVES_BATCH(map) ? batch : 0; };
-	auto keys_arrived = [&] { return shared + (clears_keys(x.a, w) ? AT_KEYS_FETCHED : AT_KEYS_FULL); };
-	barrier_expect(keys_arrived(), 2 * K_BYTES);
-	load_tile<HEAD, BN>(shared + AT_K, &x.map[K_MAP], keys_arrived(), w.k_row + w.j0, at_head(K_MAP, w.head),
-	                    at_batch(K_MAP, w.k_slot));
-	int t = 0;
-	for (int head = w.head * x.a.group; head < (w.head + 1) * x.a.group; head++)
-		for (int n = w.first_tile; n < w.first_tile + w.tiles; n++, t++) {
-			const int stage = t % STAGES, tile = (w.batch * x.a.heads_q + head) * x.a.number[ROW_TILES] + n;
-			const bool clears = clears_rows(x.a, w, n * BM);
-			barrier_wait(shared + AT_Q_EMPTY + 8 * stage, empty_parity(t));
-			*(turn *)(memory + AT_TURNS + sizeof(turn) * (t % TURNS)) = {tile, n * BM};
-			const uint32_t q_arrived = shared + (clears ? AT_Q_FETCHED : AT_Q_FULL) + 8 * stage;
-			barrier_expect(q_arrived, Q_BYTES + NUMBERS_BYTES);
-			load_tile<HEAD, BM>(shared + AT_Q + stage * Q_BYTES, &x.map[Q_MAP], q_arrived, w.q_row + n * BM,
-			                    at_head(Q_MAP, head), at_batch(Q_MAP, w.q_slot));
-			load_bytes(shared + AT_LSE + stage * NUMBERS_BYTES, lse_numbers(x.a, tile), NUMBERS_BYTES, q_arrived);
-			if (t == 0)
-				load_tile<HEAD, BN>(shared + AT_V, &x.map[V_MAP], keys_arrived(), w.k_row + w.j0,
-				                    at_head(V_MAP, w.head), at_batch(V_MAP, w.k_slot));
-			barrier_wait(shared + AT_DOUT_EMPTY + 8 * stage, empty_parity(t));
-			const uint32_t dout_arrived = shared + (clears ? AT_DOUT_FETCHED : AT_DOUT_FULL) + 8 * stage;
-			barrier_expect(dout_arrived, Q_BYTES + NUMBERS_BYTES);
-			load_tile<HEAD, BM>(shared + AT_DOUT + stage * Q_BYTES, &x.map[DOUT_MAP], dout_arrived, w.q_row + n * BM,
-			                    at_head(DOUT_MAP, head), at_batch(DOUT_MAP, w.q_slot));
-			load_bytes(shared + AT_DELTA + stage * NUMBERS_BYTES, delta_numbers(x.a, tile), NUMBERS_BYTES,
-			           dout_arrived);
-		}
+	auto draw = [&] { return x.a.number[DRAWS] ? (int)gridDim.x + atomicAdd(counter(x.a), 1) : blocks; };
+	int t = 0, keys = 0, block = blockIdx.x;
+#pragma unroll 1
+	for (int n = 0;; n++) {
+		work &w = work_at(memory, n);
+		barrier_wait(shared + AT_WORK_EMPTY + 8 * (n % WORKS), empty_parity<WORKS>(n));
+		bool is_work = false;
+		while (block < blocks && !(is_work = look(x.a, block, w))) block = draw();
+		if (!is_work) w.batch = -1;
+		barrier_arrive(shared + AT_WORK_FULL + 8 * (n % WORKS));
+		if (!is_work) return;
+		/* blocks that run side by side begin at different tiles, lest all add to the same rows */
+		const int begin = MASKED || !ADDS_DQ ? 0 : (int)((index_t)(w.j0 / BN) * w.tiles / x.a.number[KEY_BLOCKS]);
+		for (int head = w.head * x.a.group; head < (w.head + 1) * x.a.group; head++)
+			for (int i = 0; i < w.tiles; i++, t++) {
+				const int at = w.first_tile + (i + begin < w.tiles ? i + begin : i + begin - w.tiles);
+				const int stage = t % ROWS_STAGES, tile = (w.batch * x.a.heads_q + head) * x.a.number[ROW_TILES] + at;
+				const bool clears = clears_rows(x.a, w, at * BM);
+				barrier_wait(shared + AT_Q_EMPTY + 8 * stage, empty_parity<ROWS_STAGES>(t));
+				*(turn *)(memory + AT_TURNS + sizeof(turn) * (t % TURNS)) = {tile, at * BM};
+				const uint32_t q_arrived = shared + (clears ? AT_Q_FETCHED : AT_Q_FULL) + 8 * stage;
+				barrier_expect(q_arrived, Q_BYTES + NUMBERS_BYTES);
+				load_tile<HEAD, BM>(shared + AT_Q + stage * Q_BYTES, &x.map[Q_MAP], q_arrived, w.q_row + at * BM,
+				                    at_head(Q_MAP, head), at_batch(Q_MAP, w.q_slot));
+				load_bytes(shared + AT_LSE + stage * NUMBERS_BYTES, lse_numbers(x.a, tile), NUMBERS_BYTES, q_arrived);
+				if (i == 0 && head == w.head * x.a.group) {
+					const uint32_t k_arrived = shared + (clears_keys(x.a, w) ? AT_KEYS_FETCHED : AT_KEYS_FULL);
+					barrier_wait(shared + AT_KEYS_EMPTY, ~keys & 1);
+					barrier_expect(k_arrived, K_BYTES);
+					load_tile<HEAD, BN>(shared + AT_K, &x.map[K_MAP], k_arrived, w.k_row + w.j0, at_head(K_MAP, w.head),
+					                    at_batch(K_MAP, w.k_slot));
+					barrier_expect(shared + AT_VALUES_FULL, V_BYTES);
+					load_tile<VALUE, BN>(shared + AT_V, &x.map[V_MAP], shared + AT_VALUES_FULL, w.k_row + w.j0,
+					                     at_head(V_MAP, w.head), at_batch(V_MAP, w.k_slot));
+					keys++;
+				}
+				barrier_wait(shared + AT_DOUT_EMPTY + 8 * stage, empty_parity<ROWS_STAGES>(t));
+				const uint32_t dout_arrived = shared + (clears ? AT_DOUT_FETCHED : AT_DOUT_FULL) + 8 * stage;
+				barrier_expect(dout_arrived, DOUT_BYTES + NUMBERS_BYTES);
+				load_tile<VALUE, BM>(shared + AT_DOUT + stage * DOUT_BYTES, &x.map[DOUT_MAP], dout_arrived,
+				                     w.q_row + at * BM, at_head(DOUT_MAP, head), at_batch(DOUT_MAP, w.q_slot));
+				load_bytes(shared + AT_DELTA + stage * NUMBERS_BYTES, delta_numbers(x.a, tile), NUMBERS_BYTES,
+				           dout_arrived);
+			}
+		block = draw();
+	}
 }
 
 /* A warp: zeros for rows outside [first, last) of a tile, and then its other barrier's arrival. */
-template <int rows> DEVICE void clear_rows(unsigned char *tile, int first, int last, uint32_t full) {
+template <int columns, int rows> DEVICE void clear_rows(unsigned char *tile, int first, int last, uint32_t full) {
 #pragma unroll 1
-	for (int i = lane_id(); i < TILE_BYTES(rows, HEAD) / 16; i += 32) {
+	for (int i = lane_id(); i < TILE_BYTES(rows, columns) / 16; i += 32) {
 		const int row = i / 8 % rows;
 		if (row < first || row >= last) *(uint4 *)(tile + i * 16) = make_uint4(0, 0, 0, 0);
 	}
@@ -405,38 +497,44 @@ template <int rows> DEVICE void clear_rows(unsigned char *tile, int first, int l
 }
 
 /* A warp. */
-DEVICE void clear(const ingot__gpu_args &a, const work &w, uint32_t shared, unsigned char *memory) {
-	if (clears_keys(a, w)) {
-		barrier_wait(shared + AT_KEYS_FETCHED, 0);
-		clear_rows<BN>(memory + AT_K, w.live_first_key - w.j0, w.live_last_key - w.j0, shared + AT_KEYS_FULL);
-	}
-	uint32_t parity = 0; /* bit per stage: tiles that need clearing come seldom */
+DEVICE void clear(const ingot__gpu_args &a, uint32_t shared, unsigned char *memory) {
+	uint32_t parity = 0, keys_parity = 0; /* bit per stage: tiles that need clearing come seldom */
 	int t = 0;
-	for (int h = 0; h < a.group; h++)
-		for (int n = w.first_tile; n < w.first_tile + w.tiles; n++, t++) {
-			if (!clears_rows(a, w, n * BM)) continue;
-			const int stage = t % STAGES, first = w.live_first - n * BM, last = w.live_last - n * BM;
-			barrier_wait(shared + AT_Q_FETCHED + 8 * stage, parity >> stage & 1);
-			clear_rows<BM>(memory + AT_Q + stage * Q_BYTES, first, last, shared + AT_Q_FULL + 8 * stage);
-			barrier_wait(shared + AT_DOUT_FETCHED + 8 * stage, parity >> stage & 1);
-			clear_rows<BM>(memory + AT_DOUT + stage * Q_BYTES, first, last, shared + AT_DOUT_FULL + 8 * stage);
-			parity ^= 1u << stage;
+	each_work(shared, memory, [&](const work &w) {
+		if (w.tiles > 0 && clears_keys(a, w)) {
+			barrier_wait(shared + AT_KEYS_FETCHED, keys_parity);
+			clear_rows<HEAD, BN>(memory + AT_K, w.live_first_key - w.j0, w.live_last_key - w.j0, shared + AT_KEYS_FULL);
+			keys_parity ^= 1;
 		}
+		for (int h = 0; h < a.group; h++)
+			for (int n = w.first_tile; n < w.first_tile + w.tiles; n++, t++) {
+				if (!clears_rows(a, w, n * BM)) continue;
+				const int stage = t % ROWS_STAGES, first = w.live_first - n * BM, last = w.live_last - n * BM;
+				barrier_wait(shared + AT_Q_FETCHED + 8 * stage, parity >> stage & 1);
+				clear_rows<HEAD, BM>(memory + AT_Q + stage * Q_BYTES, first, last, shared + AT_Q_FULL + 8 * stage);
+				barrier_wait(shared + AT_DOUT_FETCHED + 8 * stage, parity >> stage & 1);
+				clear_rows<VALUE, BM>(memory + AT_DOUT + stage * DOUT_BYTES, first, last,
+				                      shared + AT_DOUT_FULL + 8 * stage);
+				parity ^= 1u << stage;
+			}
+	});
 }
 
 /* ---- owners ------------------------------------------------------------------------------------------------------------- */
 
 /* x[64 keys][BM] = 64 rows of K or V times a tile of Q or dO, transposed. */
-DEVICE void multiply_rows(float (&x)[BM / 2], uint64_t keys, uint64_t rows) {
+template <int columns> DEVICE void multiply_rows(float (&x)[BM / 2], uint64_t keys, uint64_t rows) {
 #pragma unroll
-	for (int i = 0; i < HEAD / 16; i++)
+	for (int i = 0; i < columns / 16; i++)
 		wgmma<BM>::shared<0>(x, keys + ((i / 4 * BN * 128 + i % 4 * 32) >> 4),
 		                     rows + ((i / 4 * BM * 128 + i % 4 * 32) >> 4), i > 0);
 }
-/* sum[64 keys][HEAD] += P^T or dS^T times a tile of dO or Q. */
-DEVICE void multiply_keys(float (&sum)[HEAD / 2], const uint32_t (&left)[BM / 4], uint64_t rows, int add) {
+/* sum[64 keys][columns] += P^T or dS^T times a tile of dO or Q. */
+template <int columns>
+DEVICE void multiply_keys(float (&sum)[columns / 2], const uint32_t (&left)[BM / 4], uint64_t rows, int add) {
 #pragma unroll
-	for (int i = 0; i < BM / 16; i++) wgmma<HEAD>::held<1>(sum, &left[4 * i], rows + (i * 2048 >> 4), i > 0 ? 1 : add);
+	for (int i = 0; i < BM / 16; i++)
+		wgmma<columns>::held<1>(sum, &left[4 * i], rows + (i * 2048 >> 4), i > 0 ? 1 : add);
 }
 /* dq[64][64] = dS K. */
 DEVICE void multiply_dq(float (&dq)[DQ_FLOATS], uint64_t ds, uint64_t keys) {
@@ -481,232 +579,313 @@ template <bool is> struct truth {
 	static constexpr bool value = is;
 };
 
+/* What sums are without a step; the first step does not add. */
+template <int count> DEVICE void clear_sums(float (&sum)[count]) {
+#pragma unroll
+	for (int i = 0; i < count; i++) sum[i] = 0;
+}
+
+DEVICE const turn &turn_of(const unsigned char *memory, int t) {
+	return *(const turn *)(memory + AT_TURNS + sizeof(turn) * (t % TURNS));
+}
+
+/* What a warpgroup sees of its 64 keys, which begin `offset` behind the block's first: tiles that begin outside [whole_from, whole_to]
+ * hold pairs that are masked, or keys that are none. */
+struct sight {
+	int offset, whole_from, whole_to;
+	bool ragged;
+};
+
+DEVICE sight look_at(const work &w, int offset) {
+	const int first_key = w.j0 + offset;
+	const bool ragged = same(first_key + 64 > w.keys);
+	return {offset, MASKED ? same(ragged ? FAR : first_key + 63 + w.see_first) : 0,
+	        MASKED ? same(first_key + w.see_last - BM) : 0, ragged};
+}
+
+DEVICE void hide_masked(uint32_t (&pairs)[BM / 4], const work &w, const sight &sees, const turn &at) {
+	if (!MASKED && !sees.ragged) return;
+	const int i0 = at.i0;
+	if (MASKED && i0 >= sees.whole_from && i0 <= sees.whole_to) return;
+	/* from scratch, lest registers hold it through the loop */
+	const int again = read_lane(), key = w.j0 + sees.offset + same(warp_id()) % 4 * 16 + (again >> 2), keys = w.keys;
+	const int low = MASKED ? key + w.see_first : -FAR, high0 = MASKED ? min(key + w.see_last, w.live_last) : FAR,
+			  high1 = MASKED ? min(key + 8 + w.see_last, w.live_last) : FAR;
+	hide(pairs, i0 + 2 * (again & 3), key < keys ? low : FAR, high0, key + 8 < keys ? low + (MASKED ? 8 : 0) : FAR,
+	     high1);
+}
+
+/* Of 4 lanes, lane i gets what each has in its x[i]. */
+DEVICE void transpose(uint32_t (&x)[4]) {
+#pragma unroll
+	for (int m = 1; m <= 2; m *= 2) {
+		const bool upper = lane_id() & m;
+#pragma unroll
+		for (int i = 0; i < 4; i++) {
+			if (i & m) continue;
+			const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + m], m);
+			if (upper) x[i] = got;
+			else x[i + m] = got;
+		}
+	}
+}
+
+/* A warp's 16 rows of sums, of which `rows` exist, to a gradient at its row 0: lanes write 16 bytes each. */
+template <int columns>
+DEVICE void store_sums(element *gradient, int64_t pitch, int rows, int width, const float (&sum)[columns / 2],
+                       float scale) {
+	const int row = lane_id() >> 2, column = (lane_id() & 3) * 8;
+#pragma unroll
+	for (int half = 0; half < 2; half++) {
+		element *const to = gradient + (row + 8 * half) * pitch + column;
+#pragma unroll
+		for (int i = 0; i < columns / 32; i++) {
+			uint32_t x[4];
+#pragma unroll
+			for (int n = 0; n < 4; n++) {
+				const float *const from = sum + 16 * i + 4 * n + 2 * half;
+				x[n] = matrix<element>::pack(from[0] * scale, from[1] * scale);
+			}
+			transpose(x);
+			if (row + 8 * half < rows && i * 32 + column < width)
+				*(uint4 *)(to + i * 32) = make_uint4(x[0], x[1], x[2], x[3]);
+		}
+	}
+}
+
+/* Likewise of a warpgroup's keys, behind the block's first by `offset`; nothing if the gradient is not asked for. */
+template <int columns>
+DEVICE void store_keys(void *gradient, const int64_t *stride, int width, const float (&sum)[columns / 2], float scale,
+                       const work &w, int offset) {
+	const int key = w.j0 + offset + same(warp_id()) % 4 * 16;
+	if (gradient)
+		store_sums<columns>((element *)gradient + w.k_slot * stride[0] + w.head * stride[1] +
+		                        (w.k_row + (index_t)key) * stride[2],
+		                    stride[2], w.keys - key, width, sum, scale);
+}
+
+#if SHARES_KEYS(HEAD)
+/* An owner of sums alone: the kernel that includes this has it. */
+DEVICE void share_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *memory, int group);
+#else
+/* An owner with 64 keys of its own. */
+DEVICE void own_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *memory, int group) {
+	const int warp = same(warp_id()) % 4, lane = lane_id();
+	const bool leader = lane == 0;
+	const float unit = a.softmax_scale * LOG2E;
+	/* few operands, and others by their distance: uniform registers do not suffice for more */
+	const uint64_t q_right = operand(shared + AT_Q, 16), q_columns = operand(shared + AT_Q, BM * 128);
+	const uint64_t ds_left = operand(shared + AT_PASSED + (BY_ROWS ? group * 64 * 128 : 0), 16),
+				   k_columns = operand(shared + AT_K + (BY_ROWS ? 0 : group * BN * 128), BN * 128);
+	/* where this lane stores dS of 16 rows, transposed */
+	const int ds_row = (lane >> 4) * 8 + (lane & 7), ds_piece = 2 * warp + (lane >> 3 & 1);
+	const uint32_t ds_to = shared + AT_PASSED + group * BM * 128 + ds_row * 128 + ((ds_piece ^ (ds_row & 7)) << 4);
+	const uint32_t dq_part = shared + AT_DQ + (group * 4 + warp) * DQ_PART * 4;
+	int begin = 0, keys = 0; /* turns and blocks of keys so far */
+	each_work(shared, memory, [&](const work &w) {
+		const int turns = same(w.tiles) * a.group, end = begin + turns;
+		const sight sees = look_at(w, group * 64);
+		float dk[HEAD / 2], dv[HEAD / 2], s[BM / 2], numbers[BM / 4];
+		uint32_t p[BM / 4], ds[BM / 4];
+
+		auto issue_dq = [&](float(&dq)[DQ_FLOATS], int t) {
+			barrier_wait(shared + AT_PASSED_FULL + 8 * (t % STAGES), full_parity<STAGES>(t));
+			wgmma_fence();
+			multiply_dq(dq, ds_left + (t % STAGES * PASS_BYTES >> 4), k_columns);
+			wgmma_commit();
+		};
+		auto add_dq = [&](const float(&dq)[DQ_FLOATS], int t) {
+			if (leader) store_wait_read();
+			__syncwarp();
+#pragma unroll
+			for (int i = 0; i < DQ_FLOATS; i += 4)
+				asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_part + (i / 4 * 32 + lane) * 16),
+				             "f"(dq[i]), "f"(dq[i + 1]), "f"(dq[i + 2]), "f"(dq[i + 3])
+				             : "memory");
+			fence_async();
+			__syncwarp();
+			if (leader) {
+				add_floats(dq_image(a, turn_of(memory, t).tile) + (group * 4 + warp) * DQ_PART, dq_part, DQ_PART * 4);
+				store_commit();
+			}
+		};
+
+		/* One tile. Where LATE_DK, dK of the tile before comes first. Nothing is in flight at its ends: the compiler follows no
+		 * products around a loop. */
+		auto step = [&](int t, auto is_first) {
+			constexpr bool first = decltype(is_first)::value;
+			const int stage = t % ROWS_STAGES, before = (t + ROWS_STAGES - 1) % ROWS_STAGES;
+			/* known afresh to be the same in all lanes: else eight operands of K's would lie in vector registers through the loop */
+			const int group = same(warp_id()) / 4 - 1;
+			const uint64_t k_left = operand(shared + AT_K + group * 64 * 128, 16);
+			barrier_wait(shared + AT_Q_FULL + 8 * stage, full_parity<ROWS_STAGES>(t));
+			wgmma_fence();
+			multiply_rows<HEAD>(s, k_left, q_right + (stage * Q_BYTES >> 4));
+			wgmma_commit();
+			if constexpr (LATE_DK && !first) {
+				wgmma_fence();
+				multiply_keys<HEAD>(dk, ds, q_columns + (before * Q_BYTES >> 4), t > begin + 1);
+				wgmma_commit();
+			}
+			load_numbers(numbers, shared + AT_LSE + stage * NUMBERS_BYTES);
+			wgmma_wait<LATE_DK && !first>();
+			pin(s);
+#pragma unroll
+			for (int i = 0; i < BM / 4; i++)
+				p[i] = matrix<element>::pack(fast_exp2(fmaf(s[2 * i], unit, numbers[i / 2 * 2])),
+				                             fast_exp2(fmaf(s[2 * i + 1], unit, numbers[i / 2 * 2 + 1])));
+			hide_masked(p, w, sees, turn_of(memory, t));
+			barrier_wait(shared + AT_DOUT_FULL + 8 * stage, full_parity<ROWS_STAGES>(t));
+			if constexpr (first) barrier_wait(shared + AT_VALUES_FULL, keys & 1);
+			wgmma_fence();
+			multiply_rows<HEAD>(s, k_left + K_TO_V, q_right + Q_TO_DOUT + (stage * Q_BYTES >> 4));
+			wgmma_commit();
+			wgmma_fence();
+			multiply_keys<HEAD>(dv, p, q_columns + Q_TO_DOUT + (stage * Q_BYTES >> 4), !first);
+			wgmma_commit();
+			load_numbers(numbers, shared + AT_DELTA + stage * NUMBERS_BYTES);
+			wgmma_wait<1>();
+			pin(s);
+			if constexpr (LATE_DK && !first)
+				if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * before);
+#pragma unroll
+			for (int i = 0; i < BM / 4; i++)
+				ds[i] = matrix<element>::pack(low_half(p[i]) * (s[2 * i] + numbers[i / 2 * 2]),
+				                              high_half(p[i]) * (s[2 * i + 1] + numbers[i / 2 * 2 + 1]));
+			hide_masked(ds, w, sees, turn_of(memory, t));
+			if (!ADDS_DQ) {
+				if (!LATE_DK) {
+					wgmma_fence();
+					multiply_keys<HEAD>(dk, ds, q_columns + (stage * Q_BYTES >> 4), !first);
+					wgmma_commit();
+				}
+				wgmma_wait<!LATE_DK>();
+				if (leader) barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
+				wgmma_wait<0>();
+				if (!LATE_DK && leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * stage);
+				return;
+			}
+			barrier_wait(shared + AT_PASSED_EMPTY + 8 * stage, empty_parity<STAGES>(t));
+#pragma unroll
+			for (int i = 0; i < BM / 16; i++)
+				asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+								 ds_to + stage * PASS_BYTES + i * 2048),
+				             "r"(ds[4 * i]), "r"(ds[4 * i + 1]), "r"(ds[4 * i + 2]), "r"(ds[4 * i + 3])
+				             : "memory");
+			fence_async();
+			__syncwarp();
+			if (leader) barrier_arrive(shared + AT_PASSED_FULL + 8 * stage);
+			if constexpr (first) {
+				if (!LATE_DK) {
+					wgmma_fence();
+					multiply_keys<HEAD>(dk, ds, q_columns + (stage * Q_BYTES >> 4), 0);
+					wgmma_commit();
+				}
+				wgmma_wait<0>();
+				if (leader) barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
+			} else {
+				float own[DQ_FLOATS];
+				/* of heads of 128, dQ takes the place of the scores */
+				float(&dq)[DQ_FLOATS] = *(float(*)[DQ_FLOATS])(BM == 64 ? s : own);
+				issue_dq(dq, t - 1);
+				if (!LATE_DK) {
+					wgmma_fence();
+					multiply_keys<HEAD>(dk, ds, q_columns + (stage * Q_BYTES >> 4), 1);
+					wgmma_commit();
+				}
+				wgmma_wait<!LATE_DK>();
+				pin(dq);
+				if (leader) {
+					barrier_arrive(shared + AT_PASSED_EMPTY + 8 * ((t - 1) % STAGES));
+					barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
+				}
+				add_dq(dq, t - 1);
+				if (!LATE_DK) wgmma_wait<0>();
+			}
+			if (!LATE_DK && leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * stage);
+		};
+
+		if (turns > 0) {
+			barrier_wait(shared + AT_KEYS_FULL, keys & 1);
+			step(begin, truth<true>());
+			for (int t = begin + 1; t < end; t++) step(t, truth<false>());
+			if (LATE_DK) {
+				wgmma_fence();
+				multiply_keys<HEAD>(dk, ds, q_columns + ((end - 1) % ROWS_STAGES * Q_BYTES >> 4), turns > 1);
+				wgmma_commit();
+			}
+			float dq[DQ_FLOATS];
+			if (ADDS_DQ) issue_dq(dq, end - 1);
+			wgmma_wait<0>();
+			if (ADDS_DQ) pin(dq);
+			if (leader) {
+				if (LATE_DK) barrier_arrive(shared + AT_Q_EMPTY + 8 * ((end - 1) % ROWS_STAGES));
+				if (ADDS_DQ) barrier_arrive(shared + AT_PASSED_EMPTY + 8 * ((end - 1) % STAGES));
+				barrier_arrive(shared + AT_KEYS_EMPTY);
+			}
+			if (ADDS_DQ) add_dq(dq, end - 1);
+			pin(dk);
+			pin(dv);
+			begin = end;
+			keys++;
+		} else {
+			clear_sums(dk);
+			clear_sums(dv);
+		}
+
+		store_keys<HEAD>(a.dk, a.dk_stride, a.head_dim, dk, a.softmax_scale, w, group * 64);
+		store_keys<VALUE>(a.dv, a.dv_stride, a.head_dim_v, dv, 1.0f, w, group * 64);
+	});
+	if (leader) store_wait();
+}
+
+#endif
+
 extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1) attn_bwd_sm90(const __grid_constant__ arguments x) {
 	extern __shared__ __align__(1024) unsigned char memory[];
 	const ingot__gpu_args &a = x.a;
 	const uint32_t shared = shared_address(memory);
 	const int warpgroup = same(warp_id()) / 4, warp = same(warp_id()) % 4;
-	const work &w = *(const work *)(memory + AT_WORK);
 
-	work mine;
-	if (!look(a, blockIdx.x, mine)) return;
 	if (thread_id() == 0) {
-		*(work *)(memory + AT_WORK) = mine;
 		barrier_init(shared + AT_KEYS_FULL, 1);
 		barrier_init(shared + AT_KEYS_FETCHED, 1);
-		for (int i = 0; i < STAGES; i++) {
+		barrier_init(shared + AT_KEYS_EMPTY, 4 * OWNERS);
+		barrier_init(shared + AT_VALUES_FULL, 1);
+		for (int i = 0; i < WORKS; i++) {
+			barrier_init(shared + AT_WORK_FULL + 8 * i, 1);
+			barrier_init(shared + AT_WORK_EMPTY + 8 * i, 4 * OWNERS + MASKED);
+		}
+		for (int i = 0; i < ROWS_STAGES; i++) {
 			barrier_init(shared + AT_Q_FULL + 8 * i, 1);
 			barrier_init(shared + AT_Q_FETCHED + 8 * i, 1);
 			barrier_init(shared + AT_Q_EMPTY + 8 * i, 4 * OWNERS);
 			barrier_init(shared + AT_DOUT_FULL + 8 * i, 1);
 			barrier_init(shared + AT_DOUT_FETCHED + 8 * i, 1);
 			barrier_init(shared + AT_DOUT_EMPTY + 8 * i, 4 * OWNERS);
-			barrier_init(shared + AT_DS_FULL + 8 * i, 4 * OWNERS);
-			barrier_init(shared + AT_DS_EMPTY + 8 * i, 4 * OWNERS);
+		}
+		for (int i = 0; i < STAGES; i++) {
+			barrier_init(shared + AT_PASSED_FULL + 8 * i, PASSERS);
+			barrier_init(shared + AT_PASSED_EMPTY + 8 * i, PASSERS);
 		}
 		barrier_init_done();
 		for (int i = 0; i < MAPS; i++) prefetch_map(&x.map[i]);
 	}
 	block_barrier();
-	const int turns = same(w.tiles) * a.group;
 
 	if (warpgroup == 0) {
-		registers_release<24>();
-		if (turns > 0 && warp == 0 && lane_id() == 0) fetch(x, w, shared, memory);
-		if (MASKED && turns > 0 && warp == 1) clear(a, w, shared, memory);
+		registers_release<40>();
+		if (warp == 0 && lane_id() == 0) fetch(x, shared, memory);
+		if (MASKED && warp == 1) clear(a, shared, memory);
 		return;
 	}
 
-	registers_claim<240>();
-	const int group = warpgroup - 1, lane = lane_id();
-	const bool leader = lane == 0;
-	const float unit = a.softmax_scale * LOG2E;
-	/* tiles that begin outside [whole_from, whole_to] hold pairs that are masked, or keys that are none */
-	const int first_key = w.j0 + group * 64;
-	const bool ragged = same(first_key + 64 > w.keys);
-	const int whole_from = MASKED ? same(ragged ? FAR : first_key + 63 + w.see_first) : 0;
-	const int whole_to = MASKED ? same(first_key + w.see_last - BM) : 0;
-	/* few operands, and others by their distance: uniform registers do not suffice for more */
-	const uint64_t q_right = operand(shared + AT_Q, 16), q_columns = operand(shared + AT_Q, BM * 128);
-	const uint64_t ds_left = operand(shared + AT_DS + (BY_ROWS ? group * 64 * 128 : 0), 16),
-				   k_columns = operand(shared + AT_K + (BY_ROWS ? 0 : group * BN * 128), BN * 128);
-	/* where this lane stores dS of 16 rows, transposed */
-	const int ds_row = (lane >> 4) * 8 + (lane & 7), ds_piece = 2 * warp + (lane >> 3 & 1);
-	const uint32_t ds_to = shared + AT_DS + group * BM * 128 + ds_row * 128 + ((ds_piece ^ (ds_row & 7)) << 4);
-	const uint32_t dq_part = shared + AT_DQ + (group * 4 + warp) * DQ_PART * 4;
-	float dk[HEAD / 2], dv[HEAD / 2], s[BM / 2], numbers[BM / 4];
-	uint32_t p[BM / 4], ds[BM / 4];
-
-	auto turn_of = [&](int t) -> const turn & {
-		return *(const turn *)(memory + AT_TURNS + sizeof(turn) * (t % TURNS));
-	};
-	auto hide_masked = [&](uint32_t(&pairs)[BM / 4], int t) {
-		if (!MASKED && !ragged) return;
-		const int i0 = turn_of(t).i0;
-		if (MASKED && i0 >= whole_from && i0 <= whole_to) return;
-		/* from scratch, lest registers hold it through the loop */
-		const int again = read_lane(), key = w.j0 + group * 64 + warp * 16 + (again >> 2), keys = w.keys;
-		const int low = MASKED ? key + w.see_first : -FAR, high0 = MASKED ? min(key + w.see_last, w.live_last) : FAR,
-				  high1 = MASKED ? min(key + 8 + w.see_last, w.live_last) : FAR;
-		hide(pairs, i0 + 2 * (again & 3), key < keys ? low : FAR, high0, key + 8 < keys ? low + (MASKED ? 8 : 0) : FAR,
-		     high1);
-	};
-	auto issue_dq = [&](float(&dq)[DQ_FLOATS], int t) {
-		barrier_wait(shared + AT_DS_FULL + 8 * (t % STAGES), full_parity(t));
-		wgmma_fence();
-		multiply_dq(dq, ds_left + (t % STAGES * DS_BYTES(HEAD) >> 4), k_columns);
-		wgmma_commit();
-	};
-	auto add_dq = [&](const float(&dq)[DQ_FLOATS], int t) {
-		if (leader) store_wait_read();
-		__syncwarp();
-#pragma unroll
-		for (int i = 0; i < DQ_FLOATS; i += 4)
-			asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_part + (i / 4 * 32 + lane) * 16),
-			             "f"(dq[i]), "f"(dq[i + 1]), "f"(dq[i + 2]), "f"(dq[i + 3])
-			             : "memory");
-		fence_async();
-		__syncwarp();
-		if (leader) {
-			add_floats(dq_image(a, turn_of(t).tile) + (group * 4 + warp) * DQ_PART, dq_part, DQ_PART * 4);
-			store_commit();
-		}
-	};
-
-	/* One tile. Where LATE_DK, dK of the tile before comes first. Nothing is in flight at its ends: the compiler follows no products
-	 * around a loop. */
-	auto step = [&](int t, auto is_first) {
-		constexpr bool first = decltype(is_first)::value;
-		const int stage = t % STAGES, before = (t + STAGES - 1) % STAGES;
-		/* known afresh to be the same in all lanes: else eight operands of K's would lie in vector registers through the loop */
-		const int group = same(warp_id()) / 4 - 1;
-		const uint64_t k_left = operand(shared + AT_K + group * 64 * 128, 16);
-		barrier_wait(shared + AT_Q_FULL + 8 * stage, full_parity(t));
-		wgmma_fence();
-		multiply_rows(s, k_left, q_right + (stage * Q_BYTES >> 4));
-		wgmma_commit();
-		if constexpr (LATE_DK && !first) {
-			wgmma_fence();
-			multiply_keys(dk, ds, q_columns + (before * Q_BYTES >> 4), t > 1);
-			wgmma_commit();
-		}
-		load_numbers(numbers, shared + AT_LSE + stage * NUMBERS_BYTES);
-		wgmma_wait<LATE_DK && !first>();
-		pin(s);
-#pragma unroll
-		for (int i = 0; i < BM / 4; i++)
-			p[i] = matrix<element>::pack(fast_exp2(fmaf(s[2 * i], unit, numbers[i / 2 * 2])),
-			                             fast_exp2(fmaf(s[2 * i + 1], unit, numbers[i / 2 * 2 + 1])));
-		hide_masked(p, t);
-		barrier_wait(shared + AT_DOUT_FULL + 8 * stage, full_parity(t));
-		wgmma_fence();
-		multiply_rows(s, k_left + K_TO_V, q_right + Q_TO_DOUT + (stage * Q_BYTES >> 4));
-		wgmma_commit();
-		wgmma_fence();
-		multiply_keys(dv, p, q_columns + Q_TO_DOUT + (stage * Q_BYTES >> 4), !first);
-		wgmma_commit();
-		load_numbers(numbers, shared + AT_DELTA + stage * NUMBERS_BYTES);
-		wgmma_wait<1>();
-		pin(s);
-		if constexpr (LATE_DK && !first)
-			if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * before);
-#pragma unroll
-		for (int i = 0; i < BM / 4; i++)
-			ds[i] = matrix<element>::pack(low_half(p[i]) * (s[2 * i] + numbers[i / 2 * 2]),
-			                              high_half(p[i]) * (s[2 * i + 1] + numbers[i / 2 * 2 + 1]));
-		hide_masked(ds, t);
-		if (!ADDS_DQ) {
-			wgmma_fence();
-			multiply_keys(dk, ds, q_columns + (stage * Q_BYTES >> 4), !first);
-			wgmma_commit();
-			wgmma_wait<1>();
-			if (leader) barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
-			wgmma_wait<0>();
-			if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * stage);
-			return;
-		}
-		barrier_wait(shared + AT_DS_EMPTY + 8 * stage, empty_parity(t));
-#pragma unroll
-		for (int i = 0; i < BM / 16; i++)
-			asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-							 ds_to + stage * DS_BYTES(HEAD) + i * 2048),
-			             "r"(ds[4 * i]), "r"(ds[4 * i + 1]), "r"(ds[4 * i + 2]), "r"(ds[4 * i + 3])
-			             : "memory");
-		fence_async();
-		__syncwarp();
-		if (leader) barrier_arrive(shared + AT_DS_FULL + 8 * stage);
-		if constexpr (first) {
-			if (!LATE_DK) {
-				wgmma_fence();
-				multiply_keys(dk, ds, q_columns + (stage * Q_BYTES >> 4), 0);
-				wgmma_commit();
-			}
-			wgmma_wait<0>();
-			if (leader) barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
-		} else {
-			float own[DQ_FLOATS];
-			/* of heads of 128, dQ takes the place of the scores */
-			float(&dq)[DQ_FLOATS] = *(float(*)[DQ_FLOATS])(BM == 64 ? s : own);
-			issue_dq(dq, t - 1);
-			if (!LATE_DK) {
-				wgmma_fence();
-				multiply_keys(dk, ds, q_columns + (stage * Q_BYTES >> 4), 1);
-				wgmma_commit();
-			}
-			wgmma_wait<!LATE_DK>();
-			pin(dq);
-			if (leader) {
-				barrier_arrive(shared + AT_DS_EMPTY + 8 * ((t - 1) % STAGES));
-				barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
-			}
-			add_dq(dq, t - 1);
-			if (!LATE_DK) wgmma_wait<0>();
-		}
-		if (!LATE_DK && leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * stage);
-	};
-
-	if (turns > 0) {
-		barrier_wait(shared + AT_KEYS_FULL, 0);
-		step(0, truth<true>());
-		for (int t = 1; t < turns; t++) step(t, truth<false>());
-		if (LATE_DK) {
-			wgmma_fence();
-			multiply_keys(dk, ds, q_columns + ((turns - 1) % STAGES * Q_BYTES >> 4), turns > 1);
-			wgmma_commit();
-		}
-		if (ADDS_DQ) {
-			float dq[DQ_FLOATS];
-			issue_dq(dq, turns - 1);
-			wgmma_wait<0>();
-			pin(dq);
-			add_dq(dq, turns - 1);
-		}
-		pin(dk);
-		pin(dv);
-	} else {
-#pragma unroll
-		for (int i = 0; i < HEAD / 2; i++) dk[i] = dv[i] = 0;
-	}
-
-#pragma unroll
-	for (int half = 0; half < 2; half++) {
-		const int key = w.j0 + group * 64 + warp * 16 + (lane >> 2) + 8 * half;
-		if (key >= w.keys) continue;
-		const index_t row = w.k_row + (index_t)key;
-		element *const dk_to = (element *)a.dk + w.k_slot * a.dk_stride[0] + w.head * a.dk_stride[1] +
-		                       row * a.dk_stride[2] + 2 * (lane & 3);
-		element *const dv_to = (element *)a.dv + w.k_slot * a.dv_stride[0] + w.head * a.dv_stride[1] +
-		                       row * a.dv_stride[2] + 2 * (lane & 3);
-#pragma unroll
-		for (int i = 0; i < HEAD / 8; i++) {
-			if (a.dk && i * 8 < a.head_dim)
-				*(uint32_t *)(dk_to + i * 8) = matrix<element>::pack(dk[4 * i + 2 * half] * a.softmax_scale,
-				                                                     dk[4 * i + 2 * half + 1] * a.softmax_scale);
-			if (a.dv && i * 8 < a.head_dim_v)
-				*(uint32_t *)(dv_to + i * 8) = matrix<element>::pack(dv[4 * i + 2 * half], dv[4 * i + 2 * half + 1]);
-		}
-	}
-	if (leader) store_wait();
+	registers_claim<232>();
+#if SHARES_KEYS(HEAD)
+	share_keys(a, shared, memory, warpgroup - 1);
+#else
+	own_keys(a, shared, memory, warpgroup - 1);
+#endif
 }
 
 #endif

@@ -203,9 +203,12 @@ DEVICE uint64_t operand(uint32_t address, int panel_bytes) {
 #endif
 
 /* Accumulators as text and as operands. */
-#define WGMMA_D32                                            \
+#define WGMMA_D24                                            \
 	"%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-	"%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+	"%16,%17,%18,%19,%20,%21,%22,%23"
+#define WGMMA_D32 \
+	WGMMA_D24     \
+	",%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGMMA_D48 \
 	WGMMA_D32     \
 	",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -223,7 +226,8 @@ DEVICE uint64_t operand(uint32_t address, int panel_bytes) {
 #define WGMMA_O8(i)                                                                                             \
 	"+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
 		"+f"(d[i + 7])
-#define WGMMA_O32 WGMMA_O8(0), WGMMA_O8(8), WGMMA_O8(16), WGMMA_O8(24)
+#define WGMMA_O24 WGMMA_O8(0), WGMMA_O8(8), WGMMA_O8(16)
+#define WGMMA_O32 WGMMA_O24, WGMMA_O8(24)
 #define WGMMA_O48 WGMMA_O32, WGMMA_O8(32), WGMMA_O8(40)
 #define WGMMA_O64 WGMMA_O48, WGMMA_O8(48), WGMMA_O8(56)
 #define WGMMA_O96 WGMMA_O64, WGMMA_O8(64), WGMMA_O8(72), WGMMA_O8(80), WGMMA_O8(88)
@@ -257,6 +261,7 @@ template <int n> struct wgmma;
 			             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(transposed));           \
 		}                                                                                                            \
 	};
+WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
 WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
