@@ -219,9 +219,9 @@ void check_generate(int level, int64_t index, uint64_t seed, problem *p) {
 		const int op = (int)(index % 2), type = (int)(index / 2 % 3), mask = (int)(index / 6 % 3),
 				  edge = edges[index / 18];
 		const int other = pick_edge(dice >> 8, op ? 257 : 385);
+		const char *const name = !op && (dice >> 48) % 4 == 0 ? "e4m3" : types[type]; /* forward only */
 		snprintf(line, sizeof line, "%s:b1,h%d,sq%d,sk%d,d%d,%s%s", op ? "bwd" : "fwd", edge < 100 ? 2 : 1,
-		         dice % 2 ? edge : other, dice % 2 ? other : edge, widths[(dice >> 32) % WIDTHS], types[type],
-		         masks[mask]);
+		         dice % 2 ? edge : other, dice % 2 ? other : edge, widths[(dice >> 32) % WIDTHS], name, masks[mask]);
 		parse(line, p);
 		return;
 	}

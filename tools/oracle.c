@@ -93,6 +93,45 @@ static int64_t step_of(int64_t d, int order) {
 	return step;
 }
 
+/* x without what lies more than 13 bits below the first bit of `most`. */
+static double cut(double x, double most) {
+	int exponent;
+	(void)frexp(most, &exponent);
+	const double unit = ldexp(1, exponent - 1 - 13);
+	return trunc(x / unit) * unit;
+}
+
+/* What a matrix unit that keeps 14 bits makes of a sum and n more terms: all are aligned to the largest, and so is the result to
+ * itself. Hopper's does so in e4m3 with 32 terms a time. */
+static double add_cut(double sum, const double *term, int64_t n) {
+	double most = fabs(sum), all = sum;
+	for (int64_t i = 0; i < n; i++) {
+		most = fmax(most, fabs(term[i]));
+		all += term[i];
+	}
+	if (most == 0 || !isfinite(all)) return all;
+	all = cut(sum, most);
+	for (int64_t i = 0; i < n; i++) all += cut(term[i], most);
+	return all == 0 ? 0 : cut(all, all);
+}
+
+static double dot_cut(const float *q, const double *k, int64_t d) {
+	double sum = 0, term[32];
+	for (int64_t from = 0; from < d; from += 32) {
+		const int64_t n = d - from < 32 ? d - from : 32;
+		for (int64_t c = 0; c < n; c++) term[c] = (double)q[from + c] * k[from + c];
+		sum = add_cut(sum, term, n);
+	}
+	return sum;
+}
+
+/* A weight of a row whose largest is 1, as e4m3 has it times 2^8, which leaves room above and below. */
+static double round_weight(double p) {
+	uint8_t cell;
+	tool_store(&cell, 0, INGOT_F8_E4M3, (float)(p * 256));
+	return (double)tool_load(&cell, 0, INGOT_F8_E4M3) / 256;
+}
+
 /* One query row of head h: out, lse and what it adds to the gradients. */
 static void run_row(oracle *o, head *w, int64_t b, int64_t h, int64_t i, double *dbias_terms, double *dsink_terms) {
 	const int64_t hk = h / (o->heads_q / o->heads_k), n = o->len_k[b], row = (b * o->heads_q + h) * o->max_q + i;
@@ -122,7 +161,8 @@ static void run_row(oracle *o, head *w, int64_t b, int64_t h, int64_t i, double 
 		}
 		s[j] = (double)sum;
 	}
-	double top = sink;
+	for (int64_t j = 0; j < count && o->eight_bit; j++) s[j] = dot_cut(q, w->k + (first + j) * o->d, o->d);
+	double top = sink, top_key = (double)-INFINITY;
 	bool any = false;
 	for (int64_t j = 0; j < count; j++) {
 		s[j] *= scale;
@@ -147,6 +187,7 @@ static void run_row(oracle *o, head *w, int64_t b, int64_t h, int64_t i, double 
 			any = true;
 			if (!(s[j] <= top)) /* a NaN stays */
 				top = isnan(top) ? top : s[j];
+			if (!(s[j] <= top_key)) top_key = s[j];
 		}
 	}
 	double total = isfinite(sink) && isfinite(top) ? exp(sink - top) : isnan(sink) || sink > 0 ? (double)NAN : 0;
@@ -164,6 +205,10 @@ static void run_row(oracle *o, head *w, int64_t b, int64_t h, int64_t i, double 
 	const bool none = o->given_lse ? lse_given == (double)-INFINITY : empty;
 	for (int64_t j = 0; j < count; j++) {
 		p[j] = none || p[j] == 0 ? 0 : o->given_lse ? exp(s[j] - lse_given) : p[j] / total;
+		if (o->eight_bit && p[j] > 0) {
+			const double largest_weight = exp(top_key - top) / total;
+			p[j] = round_weight(p[j] / largest_weight) * largest_weight;
+		}
 		if (p[j] != 0) /* a NaN differs from 0 */
 			add_scaled(out, p[j] * (oracle_keeps(o, b, h, i, first + j) ? keep_factor : 0) * v_factor,
 			           w->v + (first + j) * o->dv, o->dv);

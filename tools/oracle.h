@@ -33,6 +33,8 @@ typedef struct oracle {
 	const double *given_out, *given_lse;
 	/* Above 0: scores are summed in fp32, as a textbook would that takes the columns in another order. */
 	int order;
+	/* As a textbook on matrix units of 8-bit inputs: see oracle.c. */
+	bool eight_bit;
 
 	/* Results, dense like the inputs, zero in rows past the lengths; given by oracle_run, freed by oracle_release. */
 	double *out, *lse;                        /* lse [batch][heads_q][max_q] */

@@ -1,0 +1,927 @@
+/*
+ * Attention forward on Hopper (sm_90a), in e4m3, by warpgroup products and the copy engine.
+ *
+ * A block stays on its multiprocessor and works through tiles of query rows: a warpgroup of helpers, one that transposes V, and
+ * two that own 64 rows each. Of the helpers, one warp decodes the next tiles and two have the copy engine fetch Q and K, and V,
+ * into rings. A row warpgroup walks the keys from the last block to the first and keeps two products in flight, S of this block
+ * and P V of the one before, under which it does the softmax.
+ *
+ * 8-bit products read both operands along k, so V is transposed in shared memory. P's registers hold other keys than the second
+ * product's first operand wants in them; the order of keys within a product is free, and transposing gives V the order that P has.
+ *
+ * P is rounded to e4m3, scaled so that a row's largest weight is about 2^8: what lies 2^-14 below still has all three bits.
+ * The matrix units keep some 14 bits of a sum. Those of P V are taken out of them every FOLD_KEYS keys and added in fp32.
+ */
+#define ELEMENT 2 /* sm90.h's 16-bit type, of which nothing is used here: bytes are moved in pairs */
+#include "sm90.h"
+
+enum { CLASS_PLAIN, CLASS_MASKED, CLASSES }; /* masked: causal, window, variable length */
+enum { Q_MAP, K_MAP, V_MAP, OUT_MAP, MAPS };
+enum { TILES_PER_HEAD, SECTION, EVEN, STEPS }; /* numbers */
+/* Bits of STEPS: axes along which a tensor moves. Others are broadcast by stride 0, which the copy engine does not know. */
+enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH = 32 };
+
+/* Panels of 128 columns, a byte each. */
+#define BYTE_PANELS(columns) (((columns) + 127) / 128)
+#define BYTE_TILE(rows, columns) ((rows) * BYTE_PANELS(columns) * 128)
+
+/* Row warpgroups. By head size: keys of a block, buffers for Q. Two blocks of K, of V and of V transposed are in flight. */
+#define OWNERS 2
+#define KEYS(head) ((head) <= 128 ? 128 : 64)
+#define Q_STAGES(head) ((head) <= 128 ? 2 : 1)
+#define KV_STAGES 2
+#define TILE_STAGES 4
+#define FOLD_KEYS 512
+/* V transposed: a row of 128 bytes for each column, a byte for each key. Two blocks of 64 keys share rows. */
+#define TURNED_BYTES(head) ((head) * 128 * KV_STAGES * KEYS(head) / 128)
+/* A row warpgroup's output on its way out, which is also where sums are folded if they fit there, else in the workspace. */
+#define FOLD_SHARED(head) ((head) <= 128)
+#define OUT_BYTES(head) (OWNERS * 64 * (head) * (FOLD_SHARED(head) ? 4 : 2))
+#define CONTROL_BYTES 512
+#define SHARED_BYTES(head)                                                                         \
+	(Q_STAGES(head) * BYTE_TILE(64 * OWNERS, head) + KV_STAGES * 2 * BYTE_TILE(KEYS(head), head) + \
+	 TURNED_BYTES(head) + OUT_BYTES(head) + CONTROL_BYTES)
+/* Rows and keys are counted in 32 bits, with room for sums. */
+#define FAR (1 << 30)
+#define THREADS (128 * (2 + OWNERS))
+
+#ifdef INGOT_HOST
+
+#define IMAGE(head, class, name) {"e4m3_d" #head "_" name, "-DHEAD=" #head " -DCLASS=" #class, 0}
+#define IMAGES(head) IMAGE(head, 0, "plain"), IMAGE(head, 1, "masked")
+
+static const ingot__image_variant images[] = {IMAGES(64), IMAGES(128), IMAGES(256)};
+static const int sizes[] = {64, 128, 256};
+enum { SIZES = sizeof sizes / sizeof *sizes };
+static const char *const kernels[] = {"attn_fwd_sm90_fp8", NULL};
+
+static int size_index(const ingot__problem *p) {
+	int i = 0;
+	while (i < SIZES && (sizes[i] < p->head_dim || sizes[i] < p->head_dim_v)) i++;
+	return i;
+}
+
+static int64_t tiles_per_head(const ingot__problem *p) {
+	return (p->q_side.max_seqlen + 64 * OWNERS - 1) / (64 * OWNERS);
+}
+
+/* A tensor of bytes as one of pairs, which is what the copy engine is told. */
+static ingot_tensor pairs_of(const ingot_tensor *t) {
+	ingot_tensor pairs = *t;
+	pairs.shape[3] /= 2;
+	for (int i = 0; i < 3; i++) pairs.stride[i] /= 2;
+	return pairs;
+}
+
+static const char *refuse(const ingot__problem *p, const ingot__device *device, int *variant) {
+	(void)device;
+	INGOT__REFUSE_IF(p->q.dtype != INGOT_F8_E4M3 || p->k.dtype != INGOT_F8_E4M3,
+	                 "it multiplies e4m3: q, k and v must be F8_E4M3");
+	INGOT__REFUSE_IF(p->out.dtype != INGOT_F16 && p->out.dtype != INGOT_BF16, "out must be fp16 or bf16");
+	const int size = size_index(p);
+	INGOT__REFUSE_IF(size == SIZES, "a head size above 256");
+	INGOT__REFUSE_IF(p->head_dim % 16 || p->head_dim_v % 16,
+	                 "a head size that is no multiple of 16: rows are copied in 16-byte pieces");
+	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED,
+	                 "a base address or stride of q, k, v or out that is no multiple of 16 bytes");
+	INGOT__REFUSE_IF(p->features & INGOT__PAGED, "pages");
+	INGOT__REFUSE_IF(p->features & (INGOT__BIAS | INGOT__BIAS_BOOL), "a bias");
+	INGOT__REFUSE_IF(p->features & INGOT__ALIBI, "ALiBi");
+	INGOT__REFUSE_IF(p->features & INGOT__SOFTCAP, "softcap");
+	INGOT__REFUSE_IF(p->features & INGOT__DROPOUT || p->dropout_seed_out.dtype != INGOT_NONE ||
+	                     p->dropout_offset_out.dtype != INGOT_NONE,
+	                 "dropout");
+	const ingot_tensor q = pairs_of(&p->q), k = pairs_of(&p->k), v = pairs_of(&p->v);
+	INGOT__REFUSE_IF(!can_map(&q) || !can_map(&k) || !can_map(&v) || !can_map(&p->out),
+	                 "a row stride of 0 or a stride of 2^40 bytes in q, k, v or out, which the copy engine cannot do");
+	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR,
+	                 "as many rows as the copy engine cannot count");
+	INGOT__REFUSE_IF((double)tiles_per_head(p) * (double)p->batch * (double)p->heads_q > 1e9,
+	                 "more than 1e9 tiles of query rows");
+	*variant = size * CLASSES + (p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED : CLASS_PLAIN);
+	return NULL;
+}
+
+static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
+	(void)threads;
+	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
+	const int head = sizes[out->variant / CLASSES];
+	const int64_t per_head = tiles_per_head(p), tiles = per_head * p->batch * p->heads_q;
+	if (tiles == 0 || p->q.shape[2] == 0) return;
+	out->arguments_size = MAPS_AT + 128 * MAPS;
+	a->number[TILES_PER_HEAD] = (int32_t)per_head;
+	a->number[EVEN] = p->right == INGOT__NO_BOUND || p->left != INGOT__NO_BOUND;
+	a->number[SECTION] = 1;
+	if (!a->number[EVEN])
+		a->number[SECTION] =
+			(int32_t)section_heads(device, p->batch * p->heads_q, p->group, per_head,
+		                           (double)p->k_side.max_seqlen * (double)(p->head_dim + p->head_dim_v));
+	a->number[STEPS] = (p->q.stride[1] ? Q_HEADS : 0) | (p->q.stride[0] ? Q_BATCH : 0) |
+	                   (p->k.stride[1] ? K_HEADS : 0) | (p->k.stride[0] ? K_BATCH : 0) |
+	                   (p->v.stride[1] ? V_HEADS : 0) | (p->v.stride[0] ? V_BATCH : 0);
+	/* without keys, nothing is fetched: any tensor will do */
+	const bool keys = p->k.shape[0] && p->k.shape[2];
+	const ingot_tensor q = pairs_of(&p->q), k = keys ? pairs_of(&p->k) : q, v = keys ? pairs_of(&p->v) : q;
+	out->map[Q_MAP] = map_of(Q_MAP, &q, 64);
+	out->map[K_MAP] = map_of(K_MAP, &k, KEYS(head));
+	out->map[V_MAP] = map_of(V_MAP, &v, KEYS(head));
+	out->map[OUT_MAP] = map_of(OUT_MAP, &p->out, 64);
+	out->maps = MAPS;
+	const int64_t blocks = tiles < device->multiprocessors ? tiles : device->multiprocessors;
+	if (!FOLD_SHARED(head) && p->k_side.max_seqlen > FOLD_KEYS)
+		out->workspace_bytes = (uint64_t)(blocks * OWNERS * 64 * head) * sizeof(float);
+	out->step[out->steps++] = (ingot__step){.name = "rows",
+	                                        .kernel = kernels[0],
+	                                        .block = {THREADS, 1, 1},
+	                                        .shared_bytes = (uint32_t)SHARED_BYTES(head),
+	                                        .grid = {(uint32_t)blocks, 1, 1}};
+}
+
+const ingot__impl ingot__impl_attn_fwd_sm90_fp8 = {
+	.name = "attn_fwd_sm90_fp8",
+	.family = "cuda",
+	.op = INGOT__ATTN_FWD,
+	.device = INGOT_CUDA,
+	.arch = "sm_90a",
+	.rank = 20,
+	.variant_count = sizeof images / sizeof *images,
+	.images = images,
+	.kernels = kernels,
+	.refuse = refuse,
+	.plan = plan,
+};
+
+#else
+
+enum {
+	MASKED = CLASS != CLASS_PLAIN,
+	BM = 64 * OWNERS,
+	BN = KEYS(HEAD),
+	Q_GROUP_BYTES = BYTE_TILE(64, HEAD),
+	Q_BYTES = OWNERS * Q_GROUP_BYTES,
+	KV_BYTES = BYTE_TILE(BN, HEAD),
+	/* two blocks of 64 keys lie side by side */
+	TURNED_STEP = BN == 64 ? 64 : HEAD * 128,
+	OUT_GROUP_BYTES = OUT_BYTES(HEAD) / OWNERS,
+	FOLD_BLOCKS = FOLD_KEYS / BN,
+	Q_HELD = HEAD <= 128,
+	OUT_PARTS = HEAD <= 128 ? 1 : 2,
+	OWNER_REGISTERS = 216,
+	HELPER_REGISTERS = 32,
+	TURNER_REGISTERS = 48,
+	/* shared memory */
+	AT_K = Q_STAGES(HEAD) * Q_BYTES,
+	AT_V = AT_K + KV_STAGES * KV_BYTES,
+	AT_TURNED = AT_V + KV_STAGES * KV_BYTES,
+	AT_OUT = AT_TURNED + TURNED_BYTES(HEAD),
+	AT_TILES = AT_OUT + OUT_BYTES(HEAD),
+	AT_Q_FULL = AT_TILES + 64 * TILE_STAGES,
+	AT_Q_EMPTY = AT_Q_FULL + 16,
+	AT_K_FULL = AT_Q_EMPTY + 16,
+	AT_K_EMPTY = AT_K_FULL + 8 * KV_STAGES,
+	AT_V_FULL = AT_K_EMPTY + 8 * KV_STAGES,
+	AT_V_EMPTY = AT_V_FULL + 8 * KV_STAGES,
+	AT_TURNED_FULL = AT_V_EMPTY + 8 * KV_STAGES,
+	AT_TURNED_EMPTY = AT_TURNED_FULL + 8 * KV_STAGES,
+	AT_TILE_FULL = AT_TURNED_EMPTY + 8 * KV_STAGES,
+	AT_TILE_EMPTY = AT_TILE_FULL + 8 * TILE_STAGES,
+	AT_END = AT_TILE_EMPTY + 8 * TILE_STAGES
+};
+static_assert(AT_END <= SHARED_BYTES(HEAD), "barriers and tiles fit into the control bytes");
+static_assert(SHARED_BYTES(HEAD) <= 232448, "a block's shared memory");
+
+struct arguments {
+	ingot__gpu_args a;
+	tensor_map map[MAPS];
+};
+static_assert(sizeof(arguments) == MAPS_AT + 128 * MAPS, "as the host half lays it out");
+
+/* The largest weight of a row is 2^SHIFT, and at most 2^LAG more where the reference lags behind: e4m3 ends at 448. */
+#define SHIFT 8.0f
+#define LAG 0.75f
+
+/* ---- tiles ------------------------------------------------------------------------------------------------------------ */
+
+/* What the helper that decodes tells the others; rows and keys are numbered within their sequence, map rows within the tensor. */
+struct tile {
+	int blocks;      /* of keys; 0: no row sees a key; below 0: there are no more tiles */
+	int first_block; /* blocks are first_block + blocks - 1 down to first_block */
+	int head, batch;
+	int q_slot, q_row;         /* batch and row of the map where the tile begins */
+	int rows;                  /* rows to write from there, may be more than BM */
+	int keys;                  /* of the sequence */
+	int k_slot, k_row;         /* batch and row of the map where the sequence's keys begin */
+	int see_first, see_last;   /* the tile's first row sees keys [see_first, see_last), each later row one further on */
+	int live_first, live_last; /* keys that some row of the sequence sees; outside, V may hold anything */
+	int pad[2];
+};
+static_assert(sizeof(tile) == 64, "as AT_TILES has room for");
+
+DEVICE int limit(index_t x) {
+	return (int)clamp64(x, -FAR, FAR);
+}
+
+/* What is to be done, in rounds in which tiles get shorter: sections of heads, in which every tile's place comes with each head. */
+struct schedule {
+	int heads, per_head, section, tiles, round;
+};
+
+DEVICE schedule make_schedule(const ingot__gpu_args &a) {
+	schedule w = {a.batch * a.heads_q, a.number[TILES_PER_HEAD], a.number[SECTION], 0, 0};
+	w.tiles = w.per_head * w.heads;
+	w.round = a.number[EVEN] ? w.tiles : w.per_head * w.section;
+	return w;
+}
+
+/* The keys of rows i0 and on of a sequence, of any head. False where it has no such rows. */
+DEVICE bool look(const ingot__gpu_args &a, int batch, int i0, tile &t) {
+	span q = {batch, 0, a.max_seqlen_q}, k = {batch, 0, a.max_seqlen_k};
+	if (MASKED && (a.features & F_VARLEN)) {
+		q = query_rows(a, batch);
+		k = key_rows(a, batch);
+	}
+	t.batch = batch;
+	t.rows = q.count - i0;
+	if (MASKED && t.rows <= 0) return false;
+	t.q_slot = (int)q.slot;
+	t.q_row = (int)q.start + i0;
+	t.k_slot = (int)k.slot;
+	t.k_row = (int)k.start;
+	t.keys = k.count;
+	t.see_first = -FAR, t.see_last = FAR;
+	t.live_first = 0, t.live_last = k.count;
+	int first = 0, last = k.count;
+	if (MASKED) {
+		const index_t diagonal = a.bottom_right ? (index_t)k.count - q.count : 0;
+		t.see_first = limit(i0 + diagonal - a.left);
+		t.see_last = limit(i0 + diagonal + a.right + 1);
+		t.live_first = (int)clamp64(diagonal - a.left, 0, k.count);
+		t.live_last = (int)clamp64(q.count + diagonal + a.right, 0, k.count);
+		first = min(max(t.see_first, 0), k.count);
+		last = min(max(t.see_last + min(t.rows, BM) - 1, 0), k.count);
+		if (a.right < -a.left) last = first;
+	}
+	t.first_block = first / BN;
+	t.blocks = last > first ? (last + BN - 1) / BN - t.first_block : 0;
+	return true;
+}
+
+DEVICE bool decode(const ingot__gpu_args &a, const schedule &w, int number, tile &t) {
+	const int in_section = w.section * w.per_head, section = number / in_section, at = number - section * in_section;
+	const int heads = min(w.section, w.heads - section * w.section);
+	const int rank = at / heads, head = section * w.section + at - rank * heads;
+	const int batch = head / a.heads_q;
+	t.head = head - batch * a.heads_q;
+	return look(a, batch, (w.per_head - 1 - rank) * BM, t); /* the last rows of each sequence come first */
+}
+
+/* Whether a block's V holds rows that may be anything. What lies behind the tensor's last row arrives as zeros. */
+DEVICE bool needs_clearing(const ingot__gpu_args &a, const tile &t, int j0) {
+	return MASKED && (j0 < t.live_first || (j0 + BN > t.live_last && t.k_row + t.live_last < a.k_capacity));
+}
+
+/* Waits for the next tile. It stays in its place until every reader has called done_with_tile. */
+DEVICE const tile &next_tile(uint32_t shared, const unsigned char *memory, const ring<TILE_STAGES> &place) {
+	barrier_wait(shared + AT_TILE_FULL + 8 * place.stage, place.parity);
+	return *(const tile *)(memory + AT_TILES + sizeof(tile) * place.stage);
+}
+/* One lane of each reader. */
+DEVICE void done_with_tile(uint32_t shared, const ring<TILE_STAGES> &place) {
+	barrier_arrive(shared + AT_TILE_EMPTY + 8 * place.stage);
+}
+
+/* ---- helpers ---------------------------------------------------------------------------------------------------------- */
+
+DEVICE void decode_tiles(const ingot__gpu_args &a, uint32_t shared, unsigned char *memory) {
+	const int blocks = gridDim.x, block = blockIdx.x;
+	const schedule w = make_schedule(a);
+	ring<TILE_STAGES> place = {0, 1};
+	bool back = false;
+	for (int base = 0; base < w.tiles; base += w.round)
+		for (int turn = 0; turn < w.round; turn += blocks, back = !back) {
+			const int at = turn + (back ? blocks - 1 - block : block);
+			tile t;
+			if (at >= w.round || base + at >= w.tiles || !decode(a, w, base + at, t)) continue;
+			barrier_wait(shared + AT_TILE_EMPTY + 8 * place.stage, place.parity);
+			*(tile *)(memory + AT_TILES + sizeof(tile) * place.stage) = t;
+			barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
+			place.next();
+		}
+	barrier_wait(shared + AT_TILE_EMPTY + 8 * place.stage, place.parity);
+	((tile *)(memory + AT_TILES + sizeof(tile) * place.stage))->blocks = -1;
+	barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
+}
+
+/* One lane. */
+template <int rows>
+DEVICE void load_bytes_tile(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int batch) {
+#pragma unroll
+	for (int i = 0; i < BYTE_PANELS(HEAD); i++) load_box(to + i * rows * 128, map, barrier, i * 64, row, head, batch);
+}
+
+/* One lane. */
+DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const unsigned char *memory) {
+	const int steps = x.a.number[STEPS];
+	ring<TILE_STAGES> place = {0, 0};
+	ring<Q_STAGES(HEAD)> q = {0, 1};
+	ring<KV_STAGES> k = {0, 1};
+	for (;;) {
+		const tile t = next_tile(shared, memory, place);
+		done_with_tile(shared, place);
+		place.next();
+		if (t.blocks < 0) return;
+		if (t.blocks == 0) continue;
+		const int head_q = steps & Q_HEADS ? t.head : 0, batch_q = steps & Q_BATCH ? t.q_slot : 0;
+		const int head = steps & K_HEADS ? t.head / x.a.group : 0, batch = steps & K_BATCH ? t.k_slot : 0;
+		barrier_wait(shared + AT_Q_EMPTY + 8 * q.stage, q.parity);
+		barrier_expect(shared + AT_Q_FULL + 8 * q.stage, Q_BYTES);
+#pragma unroll
+		for (int i = 0; i < OWNERS; i++)
+			load_bytes_tile<64>(shared + q.stage * Q_BYTES + i * Q_GROUP_BYTES, &x.map[Q_MAP],
+			                    shared + AT_Q_FULL + 8 * q.stage, t.q_row + i * 64, head_q, batch_q);
+		q.next();
+		for (int j0 = (t.first_block + t.blocks - 1) * BN; j0 >= t.first_block * BN; j0 -= BN) {
+			barrier_wait(shared + AT_K_EMPTY + 8 * k.stage, k.parity);
+			barrier_expect(shared + AT_K_FULL + 8 * k.stage, KV_BYTES);
+			load_bytes_tile<BN>(shared + AT_K + k.stage * KV_BYTES, &x.map[K_MAP], shared + AT_K_FULL + 8 * k.stage,
+			                    t.k_row + j0, head, batch);
+			k.next();
+		}
+	}
+}
+
+/* One lane. */
+DEVICE void fetch_values(const arguments &x, uint32_t shared, const unsigned char *memory) {
+	const int steps = x.a.number[STEPS];
+	ring<TILE_STAGES> place = {0, 0};
+	ring<KV_STAGES> v = {0, 1};
+	for (;;) {
+		const tile t = next_tile(shared, memory, place);
+		done_with_tile(shared, place);
+		place.next();
+		if (t.blocks < 0) return;
+		const int head = steps & V_HEADS ? t.head / x.a.group : 0, batch = steps & V_BATCH ? t.k_slot : 0;
+		for (int n = t.blocks - 1; n >= 0; n--) {
+			barrier_wait(shared + AT_V_EMPTY + 8 * v.stage, v.parity);
+			barrier_expect(shared + AT_V_FULL + 8 * v.stage, KV_BYTES);
+			load_bytes_tile<BN>(shared + AT_V + v.stage * KV_BYTES, &x.map[V_MAP], shared + AT_V_FULL + 8 * v.stage,
+			                    t.k_row + (t.first_block + n) * BN, head, batch);
+			v.next();
+		}
+	}
+}
+
+/* Byte offset of a 16-byte piece within a tile of `rows` rows, as the copy engine swizzles it. */
+template <int rows> DEVICE uint32_t place_of(int row, int piece) {
+	return (uint32_t)((piece >> 3) * rows * 128 + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
+}
+
+/* A block of V, keys by columns, to columns by keys. A warp reads squares of 8 keys by 8 pairs of columns and has of each pair of
+ * columns two pairs of keys 8 apart in a word: the keys of a k step that a lane of P holds. Odd and even columns are stored in
+ * turns, so that the eight rows of a store lie in banks of their own. Keys outside [first, last) of the block become 0: 0 times NaN
+ * is NaN. */
+template <bool clear> DEVICE void turn_values(uint32_t from, uint32_t to, int to_piece, int warp, int first, int last) {
+	const int lane = lane_id(), low = lane & 7, high = lane >> 3;
+	const bool swap = (lane >> 4) != 0; /* rows 4 to 7 of what this lane's words go to */
+	const uint32_t even = swap ? 0x7531 : 0x6420, odd = swap ? 0x6420 : 0x7531;
+	const int column = 2 * low + ((low >> 2) ^ (high & 1)); /* whose row this lane gives the address of */
+#pragma unroll 2
+	for (int unit = warp; unit < HEAD / 16 * (BN / 32); unit += 4) {
+		const int piece = unit % (HEAD / 16), step = unit / (HEAD / 16);
+		uint32_t r[4];
+		load_matrix4_transposed(r, from + place_of<BN>(step * 32 + high * 8 + low, piece));
+		if (clear) {
+#pragma unroll
+			for (int i = 0; i < 4; i++) {
+				const int key = step * 32 + i * 8 + 2 * (lane & 3);
+				if (key < first || key >= last) r[i] &= 0xffff0000u;
+				if (key + 1 < first || key + 1 >= last) r[i] &= 0x0000ffffu;
+			}
+		}
+		const uint32_t place = to + place_of<HEAD>(piece * 16 + column, to_piece + 2 * step + (high >> 1));
+		asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place),
+		             "r"(__byte_perm(r[0], r[1], even)), "r"(__byte_perm(r[0], r[1], odd)),
+		             "r"(__byte_perm(r[2], r[3], even)), "r"(__byte_perm(r[2], r[3], odd))
+		             : "memory");
+	}
+}
+
+/* A warpgroup. */
+DEVICE void turn_tiles(const ingot__gpu_args &a, uint32_t shared, const unsigned char *memory, int warp) {
+	ring<TILE_STAGES> place = {0, 0};
+	ring<KV_STAGES> v = {0, 0};
+	const bool leader = lane_id() == 0;
+	for (;;) {
+		const tile t = next_tile(shared, memory, place);
+		__syncwarp();
+		if (leader) done_with_tile(shared, place);
+		place.next();
+		if (t.blocks < 0) return;
+		for (int n = t.blocks - 1; n >= 0; n--) {
+			const int j0 = (t.first_block + n) * BN;
+			const uint32_t from = shared + AT_V + v.stage * KV_BYTES;
+			/* two blocks of 64 keys share rows */
+			const uint32_t to = shared + AT_TURNED + (BN == 64 ? 0 : v.stage * TURNED_STEP);
+			const int to_piece = BN == 64 ? v.stage * 4 : 0;
+			barrier_wait(shared + AT_V_FULL + 8 * v.stage, v.parity);
+			barrier_wait(shared + AT_TURNED_EMPTY + 8 * v.stage, v.parity ^ 1);
+			if (needs_clearing(a, t, j0))
+				turn_values<true>(from, to, to_piece, warp, t.live_first - j0, t.live_last - j0);
+			else turn_values<false>(from, to, to_piece, warp, 0, BN);
+			fence_async();
+			__syncwarp();
+			if (leader) {
+				barrier_arrive(shared + AT_V_EMPTY + 8 * v.stage);
+				barrier_arrive(shared + AT_TURNED_FULL + 8 * v.stage);
+			}
+			v.next();
+		}
+	}
+}
+
+/* ---- products of a warpgroup in e4m3 ------------------------------------------------------------------------------------ */
+
+/* As wgmma of sm90.h, d[64 x n] (+)= A[64 x 32] B[32 x n], both operands K-major. */
+template <int n> struct products;
+#define PRODUCTS(n, registers, r0, r1, r2, r3, r4, r5)                                                               \
+	template <> struct products<n> {                                                                                 \
+		static __device__ __forceinline__ void shared(float (&d)[registers], uint64_t a, uint64_t b, int add) {      \
+			asm volatile("{\n"                                                                                       \
+			             ".reg .pred add;\n"                                                                         \
+			             "setp.ne.b32 add, %" #r2 ", 0;\n"                                                           \
+			             "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" WGMMA_D##registers             \
+			             "}, %" #r0 ", %" #r1 ", add, 1, 1;\n"                                                       \
+			             "}"                                                                                         \
+			             : WGMMA_O##registers                                                                        \
+			             : "l"(a), "l"(b), "r"(add));                                                                \
+		}                                                                                                            \
+		static __device__ __forceinline__ void held(float (&d)[registers], const uint32_t *a, uint64_t b, int add) { \
+			asm volatile("{\n"                                                                                       \
+			             ".reg .pred add;\n"                                                                         \
+			             "setp.ne.b32 add, %" #r5 ", 0;\n"                                                           \
+			             "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" WGMMA_D##registers             \
+			             "}, {%" #r0 ", %" #r1 ", %" #r2 ", %" #r3 "}, %" #r4 ", add, 1, 1;\n"                       \
+			             "}"                                                                                         \
+			             : WGMMA_O##registers                                                                        \
+			             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                            \
+		}                                                                                                            \
+	};
+PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37)
+PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69)
+
+DEVICE void multiply_qk(float (&s)[BN / 2], const uint32_t (&held)[HEAD / 8], uint64_t q, uint64_t k) {
+#pragma unroll
+	for (int i = 0; i < HEAD / 32; i++) {
+		const int k_at = (i / 4 * BN * 128 + i % 4 * 32) >> 4;
+		if (Q_HELD) products<BN>::held(s, &held[4 * i], k + k_at, i > 0);
+		else products<BN>::shared(s, q + ((i / 4 * 64 * 128 + i % 4 * 32) >> 4), k + k_at, i > 0);
+	}
+}
+
+/* By at most 128 columns: an instruction's registers must fit into those that a thread has before it claims more. */
+DEVICE void multiply_pv(float (&out)[OUT_PARTS][HEAD / OUT_PARTS / 2], const uint32_t (&p)[BN / 8], uint64_t v,
+                        int add) {
+#pragma unroll
+	for (int n = 0; n < OUT_PARTS; n++)
+#pragma unroll
+		for (int i = 0; i < BN / 32; i++)
+			products<HEAD / OUT_PARTS>::held(out[n], &p[4 * i], v + ((n * 128 * 128 + i * 32) >> 4), i > 0 ? 1 : add);
+}
+
+DEVICE void pin_all(float (&out)[OUT_PARTS][HEAD / OUT_PARTS / 2]) {
+#pragma unroll
+	for (int n = 0; n < OUT_PARTS; n++) pin(out[n]);
+}
+
+/* ---- softmax of a warpgroup's 64 x BN scores ------------------------------------------------------------------------------ */
+
+/* A thread has two rows, 8 apart. Elements 4 n to 4 n + 3: columns 8 n + 2 (lane % 4) and the next, of the first and of the second
+ * row. */
+struct rows {
+	float top0, top1;     /* reference of exponents: products q.k; -Inf before the first key */
+	float total0, total1; /* this thread's part of the sum of weights */
+};
+
+/* -Inf for columns outside [low, high) of the first row, and one pair of bounds 8 further on for the second. */
+DEVICE void mask_high(float (&s)[BN / 2], int high0, int high1) {
+#pragma unroll
+	for (int i = 0; i < BN / 2; i += 4) {
+		const int column = i * 2;
+		if (column >= high0) s[i] = -INFINITY;
+		if (column + 1 >= high0) s[i + 1] = -INFINITY;
+		if (column >= high1) s[i + 2] = -INFINITY;
+		if (column + 1 >= high1) s[i + 3] = -INFINITY;
+	}
+}
+DEVICE void mask_low(float (&s)[BN / 2], int low0, int low1) {
+#pragma unroll
+	for (int i = 0; i < BN / 2; i += 4) {
+		const int column = i * 2;
+		if (column < low0) s[i] = -INFINITY;
+		if (column + 1 < low0) s[i + 1] = -INFINITY;
+		if (column < low1) s[i + 2] = -INFINITY;
+		if (column + 1 < low1) s[i + 3] = -INFINITY;
+	}
+}
+
+/* Scores to weights 2^(s unit - shift), and their sums. */
+DEVICE void weigh(float (&s)[BN / 2], float unit, float shift0, float shift1, float &sum0, float &sum1) {
+	float a = 0, b = 0, c = 0, d = 0;
+#pragma unroll
+	for (int i = 0; i < BN / 2; i += 4) {
+		s[i] = fast_exp2(fmaf(s[i], unit, -shift0));
+		s[i + 1] = fast_exp2(fmaf(s[i + 1], unit, -shift0));
+		s[i + 2] = fast_exp2(fmaf(s[i + 2], unit, -shift1));
+		s[i + 3] = fast_exp2(fmaf(s[i + 3], unit, -shift1));
+		a = i ? a + s[i] : s[i];
+		b = i ? b + s[i + 1] : s[i + 1];
+		c = i ? c + s[i + 2] : s[i + 2];
+		d = i ? d + s[i + 3] : s[i + 3];
+	}
+	sum0 = a + b;
+	sum1 = c + d;
+}
+
+/* The reference follows only where it falls behind by LAG; fade is then what the output shrinks by. True if it does in any row of the
+ * warp. */
+DEVICE bool softmax(float (&s)[BN / 2], rows &r, float unit, float &fade0, float &fade1) {
+	float a = s[0], b = s[1], c = s[2], d = s[3];
+#pragma unroll
+	for (int i = 4; i < BN / 2; i += 4) {
+		a = fmaxf(a, s[i]);
+		b = fmaxf(b, s[i + 1]);
+		c = fmaxf(c, s[i + 2]);
+		d = fmaxf(d, s[i + 3]);
+	}
+	float top0 = fmaxf(a, b), top1 = fmaxf(c, d);
+	top0 = fmaxf(top0, lane_xor(top0, 1));
+	top1 = fmaxf(top1, lane_xor(top1, 1));
+	top0 = fmaxf(r.top0, fmaxf(top0, lane_xor(top0, 2)));
+	top1 = fmaxf(r.top1, fmaxf(top1, lane_xor(top1, 2)));
+	const bool moves = __any_sync(0xffffffffu, (top0 - r.top0) * unit > LAG || (top1 - r.top1) * unit > LAG);
+	fade0 = fade1 = 1.0f;
+	if (moves) {
+		fade0 = r.top0 == top0 ? 1.0f : fast_exp2((r.top0 - top0) * unit);
+		fade1 = r.top1 == top1 ? 1.0f : fast_exp2((r.top1 - top1) * unit);
+		r.top0 = top0;
+		r.top1 = top1;
+	}
+	float sum0, sum1;
+	weigh(s, unit, r.top0 == -INFINITY ? 0.0f : fmaf(r.top0, unit, -SHIFT),
+	      r.top1 == -INFINITY ? 0.0f : fmaf(r.top1, unit, -SHIFT), sum0, sum1);
+	r.total0 = r.total0 * fade0 + sum0;
+	r.total1 = r.total1 * fade1 + sum1;
+	return moves;
+}
+
+DEVICE uint32_t four_bytes(float a, float b, float c, float d) {
+	uint32_t x;
+	asm("{\n"
+	    ".reg .b16 low, high;\n"
+	    "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+	    "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+	    "mov.b32 %0, {low, high};\n"
+	    "}"
+	    : "=r"(x)
+	    : "f"(a), "f"(b), "f"(c), "f"(d));
+	return x;
+}
+
+/* A lane's words hold keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of 16, c being lane % 4: as turn_values orders them. */
+DEVICE void pack(uint32_t (&p)[BN / 8], const float (&s)[BN / 2]) {
+#pragma unroll
+	for (int i = 0; i < BN / 8; i += 2) {
+		const float *const x = &s[8 * (i / 2)];
+		p[i] = four_bytes(x[0], x[1], x[4], x[5]);
+		p[i + 1] = four_bytes(x[2], x[3], x[6], x[7]);
+	}
+}
+
+DEVICE void shrink(float (&out)[OUT_PARTS][HEAD / OUT_PARTS / 2], float fade0, float fade1) {
+#pragma unroll
+	for (int i = 0; i < HEAD / 2; i++) out[i / 64][i % 64] *= i & 2 ? fade1 : fade0;
+}
+
+/* Two elements of each of a lane's rows. */
+DEVICE float4 folded_sum(float4 folded, const float *out, float fade0, float fade1) {
+	return make_float4(fmaf(folded.x, fade0, out[0]), fmaf(folded.y, fade0, out[1]), fmaf(folded.z, fade1, out[2]),
+	                   fmaf(folded.w, fade1, out[3]));
+}
+
+/* ---- the end of a tile ---------------------------------------------------------------------------------------------------- */
+
+/* From a row's reference and whole sum: what its output is multiplied by, and its LSE in base 2. */
+DEVICE float finish_row(float top, float total, float unit, bool has_sink, float sink, float &lse) {
+	const bool none = top == -INFINITY;
+	float high = none ? -INFINITY : fmaf(top, unit, -SHIFT), log_sum;
+	asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(total));
+	lse = none ? -INFINITY : high + log_sum;
+	float factor = none ? 0.0f : 1.0f / total;
+	if (has_sink) {
+		const float peak = fmaxf(high, sink), base = peak == -INFINITY ? 0.0f : peak;
+		const float fade = none ? 0.0f : fast_exp2(high - base),
+					all = (none ? 0.0f : total * fade) + fast_exp2(sink - base);
+		asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(all));
+		lse = peak == -INFINITY ? -INFINITY : base + log_sum;
+		factor = none ? 0.0f : fade / all;
+		if (isnan(sink) || sink == INFINITY) lse = factor = NAN;
+	}
+	if (isnan(total)) lse = factor = NAN; /* a NaN score, which no maximum shows */
+	return factor;
+}
+
+/* Two results as out's 16-bit type has them. */
+DEVICE uint32_t two_results(bool bf16, float low, float high) {
+	return bf16 ? matrix<__nv_bfloat16>::pack(low, high) : matrix<__half>::pack(low, high);
+}
+
+/* Rows of zeros for a warp's part of a tile without keys. */
+DEVICE void store_nothing(const ingot__gpu_args &a, const tile &t, int first_row) {
+	const int pieces = a.head_dim_v / 8;
+#pragma unroll 1
+	for (int i = lane_id(); i < 16 * pieces; i += 32) {
+		const int row = first_row + i / pieces;
+		if (row < t.rows)
+			*(uint4 *)((uint16_t *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] +
+			           (t.q_row + (index_t)row) * a.out_stride[2] + i % pieces * 8) = make_uint4(0, 0, 0, 0);
+	}
+}
+
+DEVICE int lane_read() {
+	int lane;
+	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+	return lane;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const __grid_constant__ arguments x) {
+	extern __shared__ __align__(1024) unsigned char memory[];
+	const ingot__gpu_args &a = x.a;
+	const uint32_t shared = shared_address(memory);
+	const int warpgroup = same(warp_id()) / 4, warp = same(warp_id()) % 4;
+
+	if (thread_id() == 0) {
+		for (int i = 0; i < TILE_STAGES; i++) {
+			barrier_init(shared + AT_TILE_FULL + 8 * i, 1);
+			barrier_init(shared + AT_TILE_EMPTY + 8 * i, 4 * OWNERS + 4 + 2);
+		}
+		for (int i = 0; i < Q_STAGES(HEAD); i++) {
+			barrier_init(shared + AT_Q_FULL + 8 * i, 1);
+			barrier_init(shared + AT_Q_EMPTY + 8 * i, 4 * OWNERS);
+		}
+		for (int i = 0; i < KV_STAGES; i++) {
+			barrier_init(shared + AT_K_FULL + 8 * i, 1);
+			barrier_init(shared + AT_K_EMPTY + 8 * i, 4 * OWNERS);
+			barrier_init(shared + AT_V_FULL + 8 * i, 1);
+			barrier_init(shared + AT_V_EMPTY + 8 * i, 4);
+			barrier_init(shared + AT_TURNED_FULL + 8 * i, 4);
+			barrier_init(shared + AT_TURNED_EMPTY + 8 * i, 4 * OWNERS);
+		}
+		barrier_init_done();
+		for (int i = 0; i < MAPS; i++) prefetch_map(&x.map[i]);
+	}
+	block_barrier();
+
+	if (warpgroup == 0) {
+		registers_release<HELPER_REGISTERS>();
+		if (warp == 0 && lane_id() == 0) fetch_queries_and_keys(x, shared, memory);
+		if (warp == 1 && lane_id() == 0) fetch_values(x, shared, memory);
+		if (warp == 2 && lane_id() == 0) decode_tiles(a, shared, memory);
+		return;
+	}
+	if (warpgroup == 1) {
+		registers_release<TURNER_REGISTERS>();
+		turn_tiles(a, shared, memory, warp);
+		return;
+	}
+
+	registers_claim<OWNER_REGISTERS>();
+	const int group = warpgroup - 2, lane = lane_id();
+	const bool leader = lane == 0;
+	const int my_row = group * 64 + warp * 16 + (lane >> 2), my_column = 2 * (lane & 3);
+	const uint64_t k_operand = operand(shared + AT_K, 16), v_operand = operand(shared + AT_TURNED, 16);
+	float4 *const folded =
+		(FOLD_SHARED(HEAD) ? (float4 *)(memory + AT_OUT + group * OUT_GROUP_BYTES)
+	                       : (float4 *)a.workspace + ((index_t)blockIdx.x * OWNERS + group) * (16 * HEAD)) +
+		warp * 32 + lane;
+	ring<TILE_STAGES> place = {0, 0};
+	ring<Q_STAGES(HEAD)> q = {0, 0};
+	ring<KV_STAGES> k = {0, 0}, v = {0, 0};
+	float s[BN / 2], out[OUT_PARTS][HEAD / OUT_PARTS / 2];
+	uint32_t p[BN / 8], held[HEAD / 8];
+	rows r;
+
+	for (;;) {
+		const tile &t = next_tile(shared, memory, place);
+		const int blocks = same(t.blocks), first_block = same(t.first_block);
+		if (blocks < 0) break;
+		/* after the divergent end of a tile the compiler no longer knows that these are the same in all lanes, and would fetch the
+		 * products' operands from vector registers */
+		q.stage = same(q.stage), q.parity = same(q.parity);
+		k.stage = same(k.stage), k.parity = same(k.parity);
+		v.stage = same(v.stage), v.parity = same(v.parity);
+		r.top0 = r.top1 = -INFINITY;
+		r.total0 = r.total1 = 0;
+		const int head_k = t.head / a.group;
+		const float factors =
+			a.softmax_scale * LOG2E *
+			descale_of(a.q_descale, a.q_descale_stride, t.batch, a.q_descale_per_query_head ? t.head : head_k) *
+			descale_of(a.k_descale, a.k_descale_stride, t.batch, head_k);
+		/* never 0, since a masked score is -Inf, and finite, since 0 is a product like others; a NaN stays */
+		const float unit = isfinite(factors) ? fminf(fmaxf(fabsf(factors), 1e-30f), 1e30f) : NAN;
+
+		if (blocks > 0) {
+			const uint32_t q_at = shared + q.stage * Q_BYTES + group * Q_GROUP_BYTES;
+			const uint64_t q_operand = operand(q_at, 16);
+			/* blocks from high_from on and those before low_to hold pairs that this warp's rows do not see */
+			const int warp_row = group * 64 + warp * 16;
+			const int high_from =
+				same((MASKED ? max(min(t.keys, t.see_last + warp_row), 0) : t.keys) / BN) - first_block;
+			const int low_to = MASKED ? same((max(t.see_first + warp_row + 15, 0) + BN - 1) / BN) - first_block : 0;
+			auto mask = [&](int n) {
+				const int to_mine = -(first_block + n) * BN - my_column;
+				if (n >= high_from) {
+					const int end0 = MASKED ? min(t.keys, t.see_last + my_row) : t.keys;
+					const int end1 = MASKED ? min(t.keys, t.see_last + my_row + 8) : t.keys;
+					mask_high(s, end0 + to_mine, end1 + to_mine);
+				}
+				if (n < low_to) mask_low(s, t.see_first + my_row + to_mine, t.see_first + my_row + 8 + to_mine);
+			};
+
+			barrier_wait(shared + AT_Q_FULL + 8 * q.stage, q.parity);
+			/* maxima are kept of q.k, so a factor below 0 is q's: signs are bits */
+			if (same(factors < 0)) {
+				for (int i = warp * 32 + lane; i < Q_GROUP_BYTES / 16; i += 128) {
+					uint4 *const piece = (uint4 *)(memory + (q_at - shared) + i * 16);
+					const uint32_t sign = 0x80808080u;
+					*piece = make_uint4(piece->x ^ sign, piece->y ^ sign, piece->z ^ sign, piece->w ^ sign);
+				}
+				fence_async();
+				warpgroup_barrier(group);
+			}
+			if (Q_HELD) {
+#pragma unroll
+				for (int i = 0; i < HEAD / 32; i++)
+					load_matrix4(&held[4 * i], q_at + place_of<64>(warp * 16 + (lane & 15), 2 * i + (lane >> 4)));
+			}
+			float fade0, fade1;
+			barrier_wait(shared + AT_K_FULL + 8 * k.stage, k.parity);
+			wgmma_fence();
+			multiply_qk(s, held, q_operand, k_operand + (k.stage * KV_BYTES >> 4));
+			wgmma_commit();
+			wgmma_wait<0>();
+			pin(s);
+			if (leader) barrier_arrive(shared + AT_K_EMPTY + 8 * k.stage);
+			k.next();
+			mask(blocks - 1);
+			(void)softmax(s, r, unit, fade0, fade1);
+			pack(p, s);
+			int add = 0, held_blocks = 0;
+			bool folds = false;
+			float fold_fade0 = 0, fold_fade1 = 0; /* what the folded sums are still to shrink by */
+
+			for (int n = blocks - 2; n >= 0; n--) {
+				barrier_wait(shared + AT_K_FULL + 8 * k.stage, k.parity);
+				wgmma_fence();
+				multiply_qk(s, held, q_operand, k_operand + (k.stage * KV_BYTES >> 4));
+				wgmma_commit();
+				barrier_wait(shared + AT_TURNED_FULL + 8 * v.stage, v.parity);
+				wgmma_fence();
+				multiply_pv(out, p, v_operand + (v.stage * TURNED_STEP >> 4), add);
+				wgmma_commit();
+				add = 1;
+				wgmma_wait<1>();
+				pin(s);
+				if (leader) barrier_arrive(shared + AT_K_EMPTY + 8 * k.stage);
+				k.next();
+				if (n >= high_from || n < low_to) mask(n);
+				const bool moved = softmax(s, r, unit, fade0, fade1);
+				wgmma_wait<0>();
+				pin_all(out);
+				if (leader) barrier_arrive(shared + AT_TURNED_EMPTY + 8 * v.stage);
+				v.next();
+				if (++held_blocks == FOLD_BLOCKS) {
+					if (FOLD_SHARED(HEAD) && !folds) { /* where the last tile's output may still be */
+						if (warp == 0 && leader) store_wait_read();
+						warpgroup_barrier(group);
+					}
+#pragma unroll
+					for (int i = 0; i < HEAD / 8; i++) {
+						float *const o = &out[i / 16][i % 16 * 4];
+						float4 sum = make_float4(o[0], o[1], o[2], o[3]);
+						if (folds) sum = folded_sum(folded[i * 128], o, fold_fade0, fold_fade1);
+						folded[i * 128] = sum;
+					}
+					folds = true;
+					fold_fade0 = fold_fade1 = 1;
+					held_blocks = add = 0;
+				} else if (moved) shrink(out, fade0, fade1);
+				if (moved) {
+					fold_fade0 *= fade0;
+					fold_fade1 *= fade1;
+				}
+				pack(p, s);
+			}
+			if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * q.stage);
+			barrier_wait(shared + AT_TURNED_FULL + 8 * v.stage, v.parity);
+			wgmma_fence();
+			multiply_pv(out, p, v_operand + (v.stage * TURNED_STEP >> 4), add);
+			wgmma_commit();
+			wgmma_wait<0>();
+			pin_all(out);
+			if (leader) barrier_arrive(shared + AT_TURNED_EMPTY + 8 * v.stage);
+			v.next();
+			if (folds) {
+#pragma unroll
+				for (int i = 0; i < HEAD / 8; i++) {
+					float *const o = &out[i / 16][i % 16 * 4];
+					const float4 sum = folded_sum(folded[i * 128], o, fold_fade0, fold_fade1);
+					o[0] = sum.x, o[1] = sum.y, o[2] = sum.z, o[3] = sum.w;
+				}
+			}
+		}
+
+		/* read again here, lest registers hold it, and what comes of it, through the loop */
+		const int lane = lane_read();
+		const bool leader = lane == 0;
+		const int my_row = group * 64 + warp * 16 + (lane >> 2);
+		/* sums over the four lanes of a row, LSE, and the output's factors */
+		r.total0 += lane_xor(r.total0, 1);
+		r.total1 += lane_xor(r.total1, 1);
+		r.total0 += lane_xor(r.total0, 2);
+		r.total1 += lane_xor(r.total1, 2);
+		const bool has_sink = a.features & F_SINK;
+		const float sink = has_sink ? a.sink[t.head * a.sink_stride] * LOG2E : 0.0f;
+		float lse0, lse1;
+		float factor0 = finish_row(r.top0, r.total0, unit, has_sink, sink, lse0);
+		float factor1 = finish_row(r.top1, r.total1, unit, has_sink, sink, lse1);
+		if (a.lse && (lane & 3) == 0) {
+			float *const to = a.lse + t.batch * a.lse_stride[0] + t.head * a.lse_stride[1];
+			const float base = a.lse_base ? 1.0f : LN2;
+			if (my_row < t.rows) to[(t.q_row + (index_t)my_row) * a.lse_stride[2]] = lse0 * base;
+			if (my_row + 8 < t.rows) to[(t.q_row + (index_t)my_row + 8) * a.lse_stride[2]] = lse1 * base;
+		}
+		if (blocks == 0) {
+			store_nothing(a, t, group * 64 + warp * 16);
+			__syncwarp();
+			if (leader) done_with_tile(shared, place);
+			place.next();
+			continue;
+		}
+
+		/* a row without keys is 0, whatever V is that other rows of the tile see */
+		if (MASKED && __any_sync(0xffffffffu, factor0 == 0.0f || factor1 == 0.0f)) {
+#pragma unroll
+			for (int i = 0; i < HEAD / 2; i++)
+				if ((i & 2 ? factor1 : factor0) == 0.0f) out[i / 64][i % 64] = 0;
+		}
+		const float v_factor = descale_of(a.v_descale, a.v_descale_stride, t.batch, head_k);
+		if (factor0 != 0.0f) factor0 *= v_factor;
+		if (factor1 != 0.0f) factor1 *= v_factor;
+
+		const uint32_t at = AT_OUT + group * OUT_GROUP_BYTES;
+		if (warp == 0 && leader) store_wait_read();
+		warpgroup_barrier(group);
+		const bool bf16 = a.out_dtype == DT_BF16;
+#pragma unroll
+		for (int i = 0; i < HEAD / 8; i += 2) {
+			const uint32_t to = shared + at + place_of<64>(warp * 16 + (lane & 15), i + (lane >> 4));
+			const float *const o = &out[i / 16][i % 16 * 4];
+			asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+			             "r"(two_results(bf16, o[0] * factor0, o[1] * factor0)),
+			             "r"(two_results(bf16, o[2] * factor1, o[3] * factor1)),
+			             "r"(two_results(bf16, o[4] * factor0, o[5] * factor0)),
+			             "r"(two_results(bf16, o[6] * factor1, o[7] * factor1))
+			             : "memory");
+		}
+		/* the copy engine leaves out rows behind the tensor, but would write those of the next sequence */
+		if (!MASKED || !(a.features & F_VARLEN) || t.rows >= BM) {
+			fence_async();
+			warpgroup_barrier(group);
+			if (warp == 0 && leader) {
+#pragma unroll
+				for (int i = 0; i < PANELS(HEAD); i++)
+					if (i * 64 < a.head_dim_v)
+						store_box(&x.map[OUT_MAP], shared + at + i * 64 * 128, i * 64, t.q_row + group * 64, t.head,
+						          t.q_slot);
+				store_commit();
+			}
+		} else {
+			const int pieces = a.head_dim_v / 8;
+			__syncwarp();
+#pragma unroll 1
+			for (int i = lane; i < 16 * pieces; i += 32) {
+				const int row = warp * 16 + i / pieces;
+				if (group * 64 + row < t.rows)
+					*(uint4 *)((uint16_t *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] +
+					           (t.q_row + (index_t)(group * 64 + row)) * a.out_stride[2] + i % pieces * 8) =
+						*(const uint4 *)(memory + at + place_of<64>(row, i % pieces));
+			}
+		}
+		__syncwarp();
+		if (leader) done_with_tile(shared, place);
+		q.next();
+		place.next();
+	}
+	if (warp == 0 && leader) store_wait_read();
+}
+#endif
