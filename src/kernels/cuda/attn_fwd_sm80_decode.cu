@@ -15,7 +15,7 @@
 
 enum { PARTS, TILES }; /* numbers: parts of a tile at most, tiles of a key head */
 
-/* Cut by the scores alone: 64 rows, four tiles, read the keys four times from the second-level cache. */
+/* Of a key head. Four tiles read the keys four times, from the second-level cache. */
 #define ROWS_MOST 64
 #define TILE_ROWS 16
 #define PARTS_MOST 256
@@ -29,15 +29,15 @@ enum { PARTS, TILES }; /* numbers: parts of a tile at most, tiles of a key head 
 
 #ifdef INGOT_HOST
 
-/* spills: a few registers around calls of the exact division, outside of the loop over keys */
-#define IMAGES(type, number)                                                   \
-	{type "_d64", "-DELEMENT=" #number " -DHEAD=64 -DKEY=" #number, 64},       \
-		{type "_d128", "-DELEMENT=" #number " -DHEAD=128 -DKEY=" #number, 64}, \
-		{type "_d256", "-DELEMENT=" #number " -DHEAD=256 -DKEY=" #number, 64}, \
-		{type "_d128_e4m3", "-DELEMENT=" #number " -DHEAD=128 -DKEY=4", 64},   \
-		{type "_d256_e4m3", "-DELEMENT=" #number " -DHEAD=256 -DKEY=4", 64},   \
-		{type "_d128_e5m2", "-DELEMENT=" #number " -DHEAD=128 -DKEY=5", 64}, { \
-		type "_d256_e5m2", "-DELEMENT=" #number " -DHEAD=256 -DKEY=5", 64      \
+/* spills: a few registers round the exact division after the loop over keys; 256 columns fill the registers */
+#define IMAGES(type, number)                                                    \
+	{type "_d64", "-DELEMENT=" #number " -DHEAD=64 -DKEY=" #number, 64},        \
+		{type "_d128", "-DELEMENT=" #number " -DHEAD=128 -DKEY=" #number, 64},  \
+		{type "_d256", "-DELEMENT=" #number " -DHEAD=256 -DKEY=" #number, 256}, \
+		{type "_d128_e4m3", "-DELEMENT=" #number " -DHEAD=128 -DKEY=4", 64},    \
+		{type "_d256_e4m3", "-DELEMENT=" #number " -DHEAD=256 -DKEY=4", 256},   \
+		{type "_d128_e5m2", "-DELEMENT=" #number " -DHEAD=128 -DKEY=5", 64}, {  \
+		type "_d256_e5m2", "-DELEMENT=" #number " -DHEAD=256 -DKEY=5", 256      \
 	}
 
 static const ingot__image_variant images[] = {IMAGES("f16", 2), IMAGES("bf16", 3)};
@@ -95,7 +95,7 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 /* Parts of a tile, from sizes alone. A block costs, besides its keys, about as much as `start` more of them, and the merge about
  * as much as `merge`. */
 static int64_t parts_of(const ingot__problem *p, const ingot__device *device, int head, int size) {
-	enum { WAVES = 8, INVARIANT_KEYS = 1024, VARLEN_KEYS = 2048 };
+	enum { WAVES = 8, INVARIANT_KEYS = 1024, VARLEN_KEYS = 4096, VARLEN_WAVES = 16 };
 	const int64_t keys = keys_of(p), pairs = p->batch * p->heads_k * tiles_of(p);
 	const int64_t unit = (int64_t)BLOCK_WARPS(head) * TILE_KEYS(head, size), start = unit, merge = 2 * unit;
 	const int64_t slots = (int64_t)device->multiprocessors * (ingot__gpu_tier(device) == 2 ? 2 : 1);
@@ -114,7 +114,7 @@ static int64_t parts_of(const ingot__problem *p, const ingot__device *device, in
 		}
 		/* sequences may differ in length: smaller parts, so that the longest does not end alone */
 		if (p->features & (INGOT__VARLEN | INGOT__PAGED)) {
-			const int64_t wanted = divide_up(keys, VARLEN_KEYS), able = WAVES * slots / pairs;
+			const int64_t wanted = divide_up(keys, VARLEN_KEYS), able = VARLEN_WAVES * slots / pairs;
 			const int64_t more = wanted < able ? wanted : able;
 			if (more > parts) parts = more;
 		}
