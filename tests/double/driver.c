@@ -105,6 +105,21 @@ static call forward(const char *backend) {
 	return c;
 }
 
+/* So few rows of so many keys that these are split. */
+static call decoding(const char *backend) {
+	call c = {.op = "attn_fwd", .backend = backend};
+	ingot_attn_fwd_params *const p = &c.params.fwd;
+	*p = (ingot_attn_fwd_params){.struct_size = sizeof *p,
+	                             .q = DEVICE_TENSOR(INGOT_BF16, 2, 4, 1, 64),
+	                             .k = DEVICE_TENSOR(INGOT_BF16, 2, 2, 2048, 64),
+	                             .v = DEVICE_TENSOR(INGOT_BF16, 2, 2, 2048, 64),
+	                             .out = DEVICE_TENSOR(INGOT_BF16, 2, 4, 1, 64),
+	                             .lse = DEVICE_TENSOR(INGOT_F32, 2, 4, 1)};
+	const void *const pointers[] = {p->q.data, p->k.data, p->v.data, p->out.data, p->lse.data};
+	memcpy(c.pointers, pointers, sizeof pointers);
+	return c;
+}
+
 static call backward(const char *backend) {
 	const call f = forward(backend);
 	call c = {.op = "attn_bwd", .backend = backend};
@@ -171,11 +186,12 @@ static call masking(const char *backend) {
 }
 
 static call call_of(const char *op, const char *backend) {
-	return !strcmp(op, "attn_fwd")     ? forward(backend)
-	       : !strcmp(op, "attn_bwd")   ? backward(backend)
-	       : !strcmp(op, "attn_merge") ? merging(backend)
-	       : !strcmp(op, "kv_append")  ? appending(backend)
-	                                   : masking(backend);
+	return backend && strstr(backend, "_decode") ? decoding(backend)
+	       : !strcmp(op, "attn_fwd")             ? forward(backend)
+	       : !strcmp(op, "attn_bwd")             ? backward(backend)
+	       : !strcmp(op, "attn_merge")           ? merging(backend)
+	       : !strcmp(op, "kv_append")            ? appending(backend)
+	                                             : masking(backend);
 }
 
 static ingot_stream on(int device, void *handle) {
