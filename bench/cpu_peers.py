@@ -22,29 +22,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import suite
+from commit import commit
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests/python"))
 import ingot_ctypes as ingot  # noqa: E402
-from commit import commit  # noqa: E402
-
-DTYPES = {"bf16": (torch.bfloat16, 3, 2), "f16": (torch.float16, 2, 2), "f32": (torch.float32, 1, 4)}
-
-
-def parse(line):
-    name, text = line.split()
-    op, words = text.split(":")
-    row = dict(name=name, text=text, op=op, causal=False, dtype="f32", dv=0)
-    for word in words.split(","):
-        if word in DTYPES:
-            row["dtype"] = word
-        elif word == "causal":
-            row["causal"] = True
-        else:
-            key, value = re.fullmatch(r"([a-z]+)(\d+)", word).groups()
-            for k in {"h": ("hq", "hk"), "s": ("sq", "sk")}.get(key, (key,)):
-                row[k] = int(value)
-    row["dv"] = row["dv"] or row["d"]
-    return row
+from torch_tensor import TYPES, tensor  # noqa: E402
 
 
 def rates():
@@ -60,15 +44,8 @@ def rates():
     return lib
 
 
-def tensor(x):
-    t = ingot.ingot_tensor(data=x.data_ptr(), dtype={a: b for a, b, _ in DTYPES.values()}[x.dtype], ndim=x.dim())
-    for i in range(x.dim()):
-        t.shape[i], t.stride[i] = x.shape[i], x.stride(i)
-    return t
-
-
-def call(op, tensors, row, threads):
-    params = ingot.PARAMS[op](struct_size=ctypes.sizeof(ingot.PARAMS[op]), mask=int(row["causal"]), align=ingot.TOP_LEFT)
+def call(op, tensors, p, threads):
+    params = ingot.PARAMS[op](struct_size=ctypes.sizeof(ingot.PARAMS[op]), mask=int(p.mask == "causal"), align=ingot.TOP_LEFT)
     for name, x in tensors.items():
         setattr(params, name, tensor(x))
     options = ingot.ingot_options(struct_size=ctypes.sizeof(ingot.ingot_options), num_threads=threads)
@@ -89,8 +66,8 @@ def best(mine, theirs, seconds, between):
     times = [math.inf, math.inf]
     mine(), theirs()
     end, rounds = time.perf_counter() + seconds, 0
-    # a call of seconds outlasts what disturbs a short one
-    while time.perf_counter() < end or rounds < (3 if not math.isfinite(times[1]) or times[1] < 5 else 1):
+    # three rounds at least; one of a call of seconds, which outlasts what disturbs a short one
+    while time.perf_counter() < end or rounds < (1 if 5 < times[1] < math.inf else 3):
         for i, function in enumerate((mine, theirs)):
             repeats = max(1, min(200, int(2e-3 / times[i]))) if math.isfinite(times[i]) else 1
             start = time.perf_counter()
@@ -103,21 +80,23 @@ def best(mine, theirs, seconds, between):
 
 
 def measure(row, threads, seconds, lib):
-    dtype, code, size = DTYPES[row["dtype"]]
+    p = row.problem
+    if p.mask == "causal" and p.sq != p.sk:
+        raise ValueError(f"{row.text}: PyTorch's causal mask is that of the suite in squares only")
+    dtype, code, size = TYPES[p.dtype], ingot.DTYPES[p.dtype][0], suite.BYTES[p.dtype]
     torch.set_num_threads(threads)
     torch.manual_seed(3)
-    make = lambda h, s, d: torch.randn(row["b"], row[h], row[s], row[d]).to(dtype)
-    q, k, v, dout = make("hq", "sq", "d"), make("hk", "sk", "d"), make("hk", "sk", "dv"), make("hq", "sq", "dv")
+    make = lambda h, s, d: torch.randn(p.batch, h, s, d).to(dtype)
+    q, k, v, dout = make(p.hq, p.sq, p.d), make(p.hk, p.sk, p.d), make(p.hk, p.sk, p.dv), make(p.hq, p.sq, p.dv)
     # rotate over copies larger than any cache where memory is what counts
-    decode = row["sq"] == 1
-    bytes_ = (k.numel() + v.numel()) * size
-    copies = max(1, min(8, int(6e8 // bytes_))) if decode and bytes_ > 1 << 22 else 1
+    decode = p.decodes()
+    copies = max(1, min(8, int(6e8 // p.kv_bytes()))) if decode else 1
     kv = [(k, v)] + [(k.clone(), v.clone()) for _ in range(copies - 1)]
     out, lse = torch.empty_like(dout), torch.empty(dout.shape[:3])
-    options = dict(is_causal=row["causal"], enable_gqa=row["hq"] != row["hk"])
+    options = dict(is_causal=p.mask == "causal", enable_gqa=p.hq != p.hk)
     turn = [0, 0, 0]
-    if row["op"] == "fwd":
-        calls = [call("attn_fwd", dict(q=q, k=a, v=b, out=out, lse=lse), row, threads) for a, b in kv]
+    if p.op == "fwd":
+        calls = [call("attn_fwd", dict(q=q, k=a, v=b, out=out, lse=lse), p, threads) for a, b in kv]
         name = calls[0][1]
 
         def mine():
@@ -133,8 +112,8 @@ def measure(row, threads, seconds, lib):
         results, wants = [out], [theirs()]
     else:
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        call("attn_fwd", dict(q=q, k=k, v=v, out=out, lse=lse), row, threads)[0]()
-        mine, name = call("attn_bwd", dict(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=grads[0], dk=grads[1], dv=grads[2]), row, threads)
+        call("attn_fwd", dict(q=q, k=k, v=v, out=out, lse=lse), p, threads)[0]()
+        mine, name = call("attn_bwd", dict(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=grads[0], dk=grads[1], dv=grads[2]), p, threads)
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         result = F.scaled_dot_product_attention(*leaves, **options)
 
@@ -144,28 +123,25 @@ def measure(row, threads, seconds, lib):
         results, wants = grads, theirs()
     error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, wants))
     if not error < (0.02 if size == 2 else 1e-4):
-        raise RuntimeError(f"{row['text']}: differs from torch by {error}")
+        raise RuntimeError(f"{row.text}: differs from torch by {error}")
 
-    pairs = row["sq"] * row["sk"] if not row["causal"] else sum(min(row["sk"], i + 1) for i in range(row["sq"]))
-    dims = row["d"] + row["dv"] if row["op"] == "fwd" else 3 * row["d"] + 2 * row["dv"]
-    work = 2.0 * pairs * dims * row["b"] * row["hq"]
     limit = [0.0]
-    if decode and bytes_ > 1 << 22:
-        unit, work = "GB/s", float(bytes_)
+    if decode:
+        unit, work = "GB/s", p.kv_bytes()
 
         def between():  # of the copies in turn, as the calls read them: one K alone may stay in the third-level cache
             turn[2] += 1
             size_of = lambda x: x.numel() * size
             read = sum(size_of(x) / lib.tool_read_rate(x.data_ptr(), size_of(x), threads) for x in kv[turn[2] % copies])
-            limit[0] = max(limit[0], bytes_ / read)
+            limit[0] = max(limit[0], p.kv_bytes() / read)
     else:
-        unit = "GFLOP/s"
+        unit, work = "GFLOP/s", p.flops()
 
         def between():
             limit[0] = max(limit[0], lib.tool_peak(code, threads, ctypes.byref(ctypes.c_char_p())))
     between()
     mine_s, theirs_s = best(mine, theirs, seconds, between)
-    return dict(row=row["name"], problem=row["text"], threads=threads, runs=name, us=mine_s * 1e6, torch_us=theirs_s * 1e6,
+    return dict(row=row.name, problem=row.text, threads=threads, runs=name, us=mine_s * 1e6, torch_us=theirs_s * 1e6,
                 rate=work / mine_s / 1e9, unit=unit, limit=limit[0], percent=100 * work / mine_s / 1e9 / limit[0] if limit[0] else 0,
                 ratio=theirs_s / mine_s, error=error)
 
@@ -183,11 +159,11 @@ def main():
     ingot.lib.ingot_device_describe(ingot.ingot_stream(), arch, 64, model, 64, None)
     print(f"# {arch.value.decode()} ({model.value.decode()}), torch {torch.__version__}", flush=True)
     lines, slower = [], []
-    for text in open(args.suite):
-        if not text.strip() or text.startswith("#") or not re.search(args.only, text):
+    for row in suite.read(args.suite):
+        if not re.search(args.only, f"{row.name} {row.text}"):
             continue
         for threads in map(int, args.threads.split(",")):
-            x = measure(parse(text), threads, args.seconds, lib)
+            x = measure(row, threads, args.seconds, lib)
             lines.append(x)
             if x["ratio"] < 1:
                 slower.append(x)

@@ -22,13 +22,11 @@ import ingot_ctypes as ingot
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_tensor import TYPES, tensor
 
 DEVICE = "cuda"  # a test of what is made and checked here, on a machine without a GPU, says cpu
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}  # fmt: skip
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "e4m3": torch.float8_e4m3fn,
-          "e5m2": torch.float8_e5m2}  # fmt: skip
-CODES = {DTYPES[name]: ingot.DTYPES[name][0] for name in DTYPES} | {torch.int32: ingot.DTYPES["i32"][0]}
 LARGEST = {"e4m3": 448, "e5m2": 57344}
 ROTATED_BYTES = 2 << 30  # caches of a decoding row together
 MATH_SCORES = 1 << 31  # beyond that many scores the unfused form is only a wait
@@ -127,8 +125,8 @@ class Inputs:
         self.k, self.v = self.keys()
         if data != "normal":
             shape_data(data, self.q, self.k)
-        self.q, self.dout = self.q.to(DTYPES[p.dtype]), self.dout.to(self.out_dtype())
-        self.k, self.v = self.k.to(DTYPES[p.kv]), self.v.to(DTYPES[p.kv])
+        self.q, self.dout = self.q.to(TYPES[p.dtype]), self.dout.to(self.out_dtype())
+        self.k, self.v = self.k.to(TYPES[p.kv]), self.v.to(TYPES[p.kv])
 
     def _rows(self, tokens, heads, d):
         """Stacked tokens as frameworks keep them, [T,H,D] in memory, in Ingot's view [1,H,T,D]."""
@@ -140,10 +138,10 @@ class Inputs:
         make = lambda d: (torch.randn(self.pages, p.page, p.hk, d, device=DEVICE) if p.page
                           else self._rows(self.k_start[-1], p.hk, d) if p.packed
                           else torch.randn(p.batch, p.hk, p.sk, d, device=DEVICE))
-        return [make(d).to(DTYPES[p.kv]) if p.kv in LARGEST else make(d) for d in (p.d, p.dv)]
+        return [make(d).to(TYPES[p.kv]) if p.kv in LARGEST else make(d) for d in (p.d, p.dv)]
 
     def out_dtype(self):
-        return torch.bfloat16 if self.p.dtype in LARGEST else DTYPES[self.p.dtype]
+        return torch.bfloat16 if self.p.dtype in LARGEST else TYPES[self.p.dtype]
 
     def empty(self):
         """out and lse, all NaN."""
@@ -181,13 +179,6 @@ class Inputs:
 
 
 # ---- Ingot ----
-
-
-def tensor(x):
-    t = ingot.ingot_tensor(data=x.data_ptr(), dtype=CODES[x.dtype], ndim=x.dim())
-    for i in range(x.dim()):
-        t.shape[i], t.stride[i] = x.shape[i], x.stride(i)
-    return t
 
 
 class Call:
@@ -487,7 +478,7 @@ def forward_calls(inputs, backends, lines):
     sets = [(inputs.k, inputs.v)]
     if p.decodes():
         copies = max(1, min(64, int(ROTATED_BYTES // p.kv_bytes())))
-        sets += [[x.to(DTYPES[p.kv]) for x in inputs.keys()] for _ in range(copies - 1)]
+        sets += [[x.to(TYPES[p.kv]) for x in inputs.keys()] for _ in range(copies - 1)]
     found = {}
     for who, function in peers(inputs).items():
         if who in ("efficient", "math") and "cudnn" in found and "flash" in found:

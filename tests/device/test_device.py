@@ -16,19 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import ingot_ctypes as ingot  # noqa: E402
+from torch_tensor import tensor  # noqa: E402
 
 if not torch.cuda.is_available():
     pytest.skip("no NVIDIA GPU", allow_module_level=True)
 
-DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.int32: 8, torch.int64: 9, torch.bool: 11}
 BF16 = torch.bfloat16
-
-
-def tensor(x):
-    t = ingot.ingot_tensor(data=x.data_ptr(), dtype=DTYPES[x.dtype], ndim=x.dim())
-    for i in range(x.dim()):
-        t.shape[i], t.stride[i] = x.shape[i], x.stride(i)
-    return t
 
 
 class Call:

@@ -53,6 +53,12 @@ def test_the_headline_suite_is_whole():
             assert row.goals["own"][0] in {x.name for x in ROWS if x.problem.op == row.problem.op}
 
 
+def test_the_suite_of_processors_is_read_too():
+    """By bench/cpu_peers.py, whose peer has a causal mask for squares only."""
+    rows = [x.problem for x in suite.read(ROOT / "bench/cpu.txt")]
+    assert rows and all(p.sq == p.sk for p in rows if p.mask == "causal") and {p.decodes() for p in rows} == {True, False}
+
+
 @pytest.mark.parametrize("text", [
     "fwd:b2,h3,s65,d8,f32", "bwd:b2,hq4,hk2,sq40,sk70,d16,dv8,f32,causal", "fwd:b1,h2,sq70,sk40,d8,f32,causal",
     "fwd:b1,h2,sq33,sk50,d8,f32,window=9:3", "bwd:b3,h2,s40,d8,f32,varlen=cu,causal,ql=3/0/40,kl=7/2/40",
