@@ -469,11 +469,10 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, argument for argument: run by Ingot where it can be, by PyTorch's own
     function otherwise. `statistics` tells which and why."""
-    global _on_ingot
     if attn_mask is None and dropout_p == 0:
         out = _plain(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
-            _on_ingot += 1
+            _count()
             return out
     tensors = (query, key, value, attn_mask)
     cast = _autocast(*tensors) if isinstance(query, Tensor) else tensors
