@@ -299,23 +299,23 @@ static bool better(const ingot__candidate *a, const ingot__candidate *b) {
 /* The rows of buckets that this thread met last: going through all of them takes longer than the rest of a call's host time. */
 typedef struct met {
 	const knowledge *k;
-	int op;
 	ingot__bucket bucket;
 	range rows;
 } met;
 
-enum { MET_BITS = 5 };
-static _Thread_local met met_last[1 << MET_BITS];
+enum { MET_BITS = 4 };
+static _Thread_local met met_last[INGOT__OPERATORS][1 << MET_BITS];
 
 static range rows_of_bucket(const table *t, const knowledge *k, int op, const ingot__bucket *bucket) {
-	uint64_t words[2] = {(uint64_t)op};
-	memcpy((char *)words + sizeof words - sizeof *bucket, bucket, sizeof *bucket);
-	met *const m = &met_last[((words[0] ^ words[1] * 31) * UINT64_C(0x9e3779b97f4a7c15)) >> (64 - MET_BITS)];
-	if (m->k == k && m->op == op && !memcmp(&m->bucket, bucket, sizeof *bucket)) return m->rows;
+	uint64_t words[2] = {0};
+	_Static_assert(sizeof *bucket <= sizeof words, "a bucket is hashed whole");
+	memcpy(words, bucket, sizeof *bucket);
+	met *const m = &met_last[op][((words[0] ^ words[1] * 31) * UINT64_C(0x9e3779b97f4a7c15)) >> (64 - MET_BITS)];
+	if (m->k == k && !memcmp(&m->bucket, bucket, sizeof *bucket)) return m->rows;
 	range found = {0, 0};
 	for (int n = 0; n < NAMES && found.first == found.last; n++)
 		if (k->rows[op][n].first < k->rows[op][n].last) found = nearest(t, k->rows[op][n], bucket);
-	*m = (met){k, op, *bucket, found};
+	*m = (met){k, *bucket, found};
 	return found;
 }
 

@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -246,6 +247,44 @@ static void test_batch_invariant(void **state) {
 		}
 }
 
+typedef struct meeting {
+	ingot__operator op;
+	int32_t dtype;
+	int64_t batch, seqlen;
+	const ingot__row *row[INGOT__CANDIDATES];
+} meeting;
+
+static void *meet(void *argument) {
+	meeting *const m = argument;
+	attention(m->op, m->dtype, m->batch, 4, m->seqlen, m->seqlen, 64);
+	memset(m->row, 0, sizeof m->row);
+	if (choose(device, NULL, 0) == INGOT_OK)
+		for (int i = 0; i < choice.candidates; i++) m->row[i] = choice.candidate[i].row;
+	return NULL;
+}
+
+/* A thread remembers the rows of the buckets it met last. More than it remembers, in turns, find what a new thread finds. */
+static void test_rows_that_a_thread_has_met(void **state) {
+	static const int32_t types[] = {INGOT_F32, INGOT_F16, INGOT_BF16};
+	int changes = 0;
+	const ingot__row *before = NULL;
+	for (int round = 0; round < 2; round++)
+		for (int64_t seqlen = 1; seqlen <= 8192; seqlen *= 2)
+			for (int n = 0; n < 12; n++) {
+				meeting m = {n % 2 ? INGOT__ATTN_FWD : INGOT__ATTN_BWD, types[n / 2 % 3], n < 6 ? 1 : 16, seqlen, {0}},
+						fresh = m;
+				meet(&m);
+				pthread_t thread;
+				assert_int_equal(pthread_create(&thread, NULL, meet, &fresh), 0);
+				assert_int_equal(pthread_join(thread, NULL), 0);
+				assert_memory_equal(m.row, fresh.row, sizeof m.row);
+				changes += m.row[0] != before;
+				before = m.row[0];
+			}
+	const ingot__impl *fast[2];
+	if (fast_ones(INGOT__ATTN_FWD, fast)) assert_true(changes > 2);
+}
+
 /* Rows are of the architecture they were measured on: they say nothing about its parent. */
 static void test_rows_of_a_child(void **state) {
 	const ingot__impl *fast[2];
@@ -405,6 +444,7 @@ int main(int argc, char **argv) {
 		cmocka_unit_test(test_built_in_rows_of_processors_are_fresh),
 		cmocka_unit_test(test_stale_rows_prove_nothing),
 		cmocka_unit_test(test_batch_invariant),
+		cmocka_unit_test(test_rows_that_a_thread_has_met),
 		cmocka_unit_test(test_rows_of_a_child),
 		cmocka_unit_test(test_every_candidate_is_answered),
 		cmocka_unit_test(test_damaged_files),

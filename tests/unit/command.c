@@ -212,6 +212,8 @@ static void test_rows_files(void **state) {
 	ingot_device_describe((ingot_stream){0}, NULL, 0, model, sizeof model, NULL);
 	snprintf(key, sizeof key, "attn_fwd\t%s\t", model);
 	assert_non_null(strstr(text, key));
+	snprintf(line, sizeof line, "check --level 2 --backend attn_merge_reference --rows %s", path);
+	assert_int_equal(ingot(line), TOOL_OK);
 	assert_int_equal(ingot("bench --problem fwd:b1,h1,s9,d16,f32 --of-model"), TOOL_USAGE);
 	unlink(path);
 	snprintf(line, sizeof line, "check --level 2 --backend attn_merge_reference --rows %s", path);

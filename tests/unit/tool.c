@@ -212,6 +212,40 @@ static void test_the_oracle(void **state) {
 	assert_int_equal(word[3], 0x6d5451fd);
 }
 
+/* The textbook on matrix units of 8 bits: what it leaves of a product's terms and of a row's weights, by hand. */
+static void test_the_textbook_in_8_bits(void **state) {
+	/* the scores are 16 + 2^-10, 16 + 2^-9 and 15 */
+	const float q[2] = {16, 1}, k[6] = {1, 0x1p-10f, 1, 0x1p-9f, 15.0f / 16, 0}, v[3] = {0, 0, 1};
+	const int64_t one = 1, three = 3;
+	oracle o = {.batch = 1,
+	            .heads_q = 1,
+	            .heads_k = 1,
+	            .max_q = 1,
+	            .max_k = 3,
+	            .d = 2,
+	            .dv = 1,
+	            .len_q = &one,
+	            .len_k = &three,
+	            .q = q,
+	            .k = k,
+	            .v = v,
+	            .scale = 1,
+	            .left = INT32_MAX,
+	            .right = INT32_MAX,
+	            .eight_bit = true};
+	oracle_run(&o);
+	/* beside 16 = 2^4 the last bit that is kept is 2^(4 - 13) */
+	const double first = 16, second = 16 + 0x1p-9, total = exp(first) + exp(second) + exp(15.0);
+	assert_true(fabs(o.lse[0] - log(total)) < 1e-12);
+	/* exp(15 - second) * 256 = 93.99: e4m3 has 88 and 96 */
+	assert_true(fabs(o.out[0] - exp(second) / total * 96 / 256) < 1e-12);
+	oracle_release(&o);
+	o.eight_bit = false;
+	oracle_run(&o);
+	assert_true(fabs(o.lse[0] - log(exp(16 + 0x1p-10) + exp(second) + exp(15.0))) < 1e-12);
+	oracle_release(&o);
+}
+
 /* The rates of ingot bench count what its call does: pairs and keys of the lengths, which are full where none are given. */
 static void test_work_is_of_the_lengths(void **state) {
 	static const char *const lines[] = {"fwd:b2,h8,s512,d64,varlen=cu,ql=256/256,kl=256/256",
@@ -303,6 +337,7 @@ int main(void) {
 		cmocka_unit_test(test_ulp),
 		cmocka_unit_test(test_the_rule),
 		cmocka_unit_test(test_the_oracle),
+		cmocka_unit_test(test_the_textbook_in_8_bits),
 		cmocka_unit_test(test_work_is_of_the_lengths),
 		cmocka_unit_test(test_rows),
 	};
