@@ -494,6 +494,108 @@ def test_enable_and_disable():
     assert F.scaled_dot_product_attention is original
 
 
+def test_subclasses_and_modes_find_the_function_in_its_place():
+    """They compare what they are given with torch.nn.functional's, and that is PyTorch's own, as without enable()."""
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+    from torch.overrides import TorchFunctionMode
+
+    class Mine(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is F.scaled_dot_product_attention and function is original:
+                return "mine"
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function is F.scaled_dot_product_attention and function is original)
+            return function(*args, **(kwargs or {}))
+
+    seen = []
+    with it.enable():
+        for make_bias in (causal_lower_right, causal_upper_left):
+            for sq, sk in ((7, 100), (2, 2), (1, 2), (7, 9)):
+                q, k, v = make("f32", (2, 4, sq, 16), (2, 4, sk, 16), (2, 4, sk, 16))
+                bias = make_bias(sq, sk)
+                want = original(q, k, v, bias._materialize(q.device))
+                torch._dynamo.reset()
+                compiled = torch.compile(lambda *x: F.scaled_dot_product_attention(*x), fullgraph=True, backend="aot_eager")
+                for run in (F.scaled_dot_product_attention, compiled):
+                    assert torch.allclose(run(q, k, v, bias), want, rtol=0, atol=1e-5), (make_bias, sq, sk)
+        torch._dynamo.reset()
+        q = torch.randn(1, 2, 3, 16)
+        assert F.scaled_dot_product_attention(q, q, q.as_subclass(Mine)) == "mine"
+        with Mode():
+            F.scaled_dot_product_attention(q, q, q)
+        assert seen == [True] and F.scaled_dot_product_attention is it.scaled_dot_product_attention
+        with pytest.raises(ZeroDivisionError), it._place.original():
+            with it.enable():  # another thread's
+                pass
+            it.disable()
+            1 / 0
+        assert F.scaled_dot_product_attention is original
+    assert it.statistics(reset=True) == {"ingot": 0, "original": {"a subclass of Tensor": 9, "a mode of torch.overrides": 1}}
+
+
+def test_forward_mode_is_torchs():
+    from torch.autograd import forward_ad
+
+    q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    for learns in (False, True):
+        q.requires_grad_(learns)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(q, torch.ones_like(q))
+            answers = []
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                for run in (original, it.scaled_dot_product_attention):
+                    answers.append(forward_ad.unpack_dual(run(dual, k, v)).tangent)
+            assert torch.equal(*answers) and answers[0].abs().sum() > 0
+            with pytest.raises((RuntimeError, NotImplementedError)) as refusal:  # PyTorch's: no formula for its fast kernels
+                it.scaled_dot_product_attention(k, dual, v)
+            assert not isinstance(refusal.value, ingot.Error)
+            with pytest.raises(ingot.UnsupportedError, match="forward-mode"):
+                it.attention(k, dual, v)
+            with pytest.raises(NotImplementedError):
+                op(k, dual, v, *terms())
+            assert torch.allclose(it.scaled_dot_product_attention(k, k, v), original(k, k, v), rtol=0, atol=1e-5)
+    assert it.statistics(reset=True) == {
+        "ingot": 2, "original": {"forward-mode differentiation": 2, "backends chosen by torch.nn.attention.sdpa_kernel": 2},
+    }  # fmt: skip
+    with pytest.raises(ingot.UnsupportedError, match="forward-mode"):
+        torch.func.jvp(lambda x: it.attention(x, k, v), (v,), (v,))
+
+
+def test_backends_chosen_by_sdpa_kernel_are_torchs():
+    """Whoever names PyTorch's backends means them; so the way that the refusal of second derivatives names is one."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(1, 2, 5, 16, requires_grad=True)
+    with it.enable():
+        for backends in (SDPBackend.MATH, [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+            with sdpa_kernel(backends):
+                out = F.scaled_dot_product_attention(q, q, q)
+            assert it.statistics(reset=True) == {"ingot": 0, "original": {"backends chosen by torch.nn.attention.sdpa_kernel": 1}}
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(q, q, q)
+            (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+            first.sum().backward()
+    assert q.grad.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_code_is_torchs():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    x = torch.randn(3, 2, 5, 16)
+    heads, y = torch.nn.MultiheadAttention(64, 4), torch.randn(3, 2, 64)
+    want = original(x, x, x), heads(y, y, y)[0]
+    with it.enable():
+        assert torch.equal(torch.jit.script(Model())(x), want[0])
+        assert torch.allclose(torch.jit.script(heads)(y, y, y)[0], want[1], rtol=0, atol=1e-5)
+
+
 def test_models_of_torch():
     """nn.MultiheadAttention and an encoder layer, training and not, are the same with Ingot in them."""
     torch.manual_seed(3)

@@ -9,15 +9,19 @@ The operators are torch.ops.ingot.attention_forward and attention_backward. On C
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
+import threading
 from collections import Counter
-from typing import Any, Optional, Union
+from typing import Any, Callable, Iterator, Optional, Union
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias
 
 from .. import (
     _ALIGN,
@@ -97,7 +101,23 @@ def _threads(q: Tensor) -> Optional[int]:
     return torch.get_num_threads() if q.is_cpu else None
 
 
+def _dual(*tensors: Optional[Tensor]) -> bool:
+    """Whether one of them carries a tangent of forward-mode differentiation."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def _refuse_dual(*tensors: Optional[Tensor]) -> None:
+    if _dual(*tensors):
+        raise UnsupportedError(
+            "attention: Ingot has no forward-mode derivatives; PyTorch's own attention has, on SDPBackend.MATH", 20
+        )
+
+
 def _forward(q, k, v, *terms, want_lse=True):
+    if forward_ad._current_level >= 0:
+        _refuse_dual(q, k, v, *terms[:_TENSOR_TERMS])
     found = _core.attn_fwd(
         q=_dense(q), k=_dense(k), v=_dense(v), out=True, lse=True if want_lse else None, seq_major=True, track=False,
         num_threads=_threads(q), **_terms(*terms),
@@ -212,6 +232,8 @@ _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 def _unobserved(*tensors: Optional[Tensor]) -> bool:
     if torch.compiler.is_compiling() or _modes() or _tracing() is not None or _level() is not None:
         return False
+    if forward_ad._current_level >= 0:
+        return False
     for x in tensors:
         if type(x) not in _PLAIN:
             return False
@@ -234,6 +256,7 @@ def _plain(q, k, v, is_causal, scale, grouped) -> Optional[Tensor]:
 def _operator(q, k, v, *terms, want_lse=True):
     tensors = (q, k, v, *terms[:_TENSOR_TERMS])
     if not _unobserved(*tensors):
+        _refuse_dual(*tensors)
         return torch.ops.ingot.attention_forward(q, k, v, *terms)
     if torch.is_grad_enabled():
         for x in tensors:
@@ -364,7 +387,8 @@ def _attention(q, k, v, causal, window, align, softmax_scale, softcap, bias, ali
 
 # ---- in place of PyTorch's own attention ----
 
-_original = torch.nn.functional.scaled_dot_product_attention
+_functional = torch.nn.functional
+_original = _functional.scaled_dot_product_attention
 _KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _on_ingot = 0
@@ -382,6 +406,29 @@ def _count(reason: Optional[str] = None) -> None:
         _on_original[reason] += 1
 
 
+try:
+    _function_modes, _function_mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
+    _flags = [getattr(torch._C, f"_get_{x}_sdp_enabled") for x in ("flash", "mem_efficient", "math", "cudnn")]
+    _function_modes(), [x() for x in _flags]
+    _flash, _mem_efficient, _math, _cudnn = _flags
+except AttributeError:  # another version of PyTorch
+    _function_modes = _function_mode_at = lambda *_: 0
+    _flash = _mem_efficient = _math = _cudnn = lambda: True
+# Modes that are about other functions, and those of a tracer, which finds the operator.
+_OTHER_MODES = ("torch.utils._device.DeviceContext", "torch.fx.experimental.proxy_tensor.TorchFunctionMetadataMode")
+
+
+def _wants_original() -> Optional[str]:
+    """Why PyTorch's own function is meant, whatever the tensors are."""
+    if not (_flash() and _mem_efficient() and _math() and _cudnn()):
+        return "backends chosen by torch.nn.attention.sdpa_kernel"
+    for i in range(_function_modes()):
+        kind = type(_function_mode_at(i))
+        if f"{kind.__module__}.{kind.__qualname__}" not in _OTHER_MODES:
+            return "a mode of torch.overrides"
+    return None
+
+
 def _prepare(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Union[tuple, str]:
     """(q, k, v, bias) with four axes each, or why the call is left to PyTorch. Wrong calls are left to it too, for its own
     message."""
@@ -391,6 +438,8 @@ def _prepare(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Uni
             return "a subclass of Tensor" if isinstance(x, Tensor) else "an argument that is no tensor"
     if not torch.compiler.is_compiling() and _level() is not None:
         return "torch.func"
+    if _dual(*tensors):
+        return "forward-mode differentiation"
     device = q.device
     if not (q.is_cpu or q.is_cuda):
         return "a device other than cpu and cuda"
@@ -469,17 +518,20 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, argument for argument: run by Ingot where it can be, by PyTorch's own
     function otherwise. `statistics` tells which and why."""
-    if attn_mask is None and dropout_p == 0:
+    global _on_ingot
+    prepared = None if torch.compiler.is_compiling() else _wants_original()
+    if prepared is None and attn_mask is None and dropout_p == 0:
         out = _plain(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
-            _count()
+            _on_ingot += 1
             return out
     tensors = (query, key, value, attn_mask)
-    cast = _autocast(*tensors) if isinstance(query, Tensor) else tensors
-    prepared = _prepare(*cast, dropout_p, is_causal, scale, enable_gqa)
+    if prepared is None:
+        cast = _autocast(*tensors) if isinstance(query, Tensor) else tensors
+        prepared = _prepare(*cast, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(prepared, str):
         _count(prepared)
-        return _original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _run_original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v, bias = prepared
     out, _ = _operator(
         q, k, v, bias, None, None, None, None, _seed(q, dropout_p, None), scale or 0.0, 0.0, dropout_p,
@@ -487,6 +539,61 @@ def scaled_dot_product_attention(
     )  # fmt: skip
     _count()
     return out if query.dim() == 4 else out.reshape(*out.shape[: query.dim() - 2], *out.shape[2:])
+
+
+# Scripted code calls PyTorch's own.
+torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
+
+
+class _Place:
+    """The name torch.nn.functional.scaled_dot_product_attention and what stands there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._visits = 0  # calls of PyTorch's own that are under way with its function in its place
+        self._function: Callable = _original  # what stands there otherwise
+
+    def put(self, function: Callable) -> Callable:
+        """Returns what stood there before."""
+        with self._lock:
+            before = self._function if self._visits else _functional.scaled_dot_product_attention
+            self._function = function
+            if not self._visits:
+                _functional.scaled_dot_product_attention = function
+        return before
+
+    @contextlib.contextmanager
+    def original(self) -> Iterator[None]:
+        """With PyTorch's own function in its place: subclasses of Tensor and modes compare what they are given with what stands
+        there, CausalBias for one. Calls of other threads run on PyTorch meanwhile."""
+        with self._lock:
+            if not self._visits:
+                self._function = _functional.scaled_dot_product_attention
+                _functional.scaled_dot_product_attention = _original
+            self._visits += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._visits -= 1
+                if not self._visits:
+                    _functional.scaled_dot_product_attention = self._function
+
+
+_place = _Place()
+
+
+def _run_original(*args, **kwargs) -> Tensor:
+    """PyTorch's own function, for subclasses and modes as if it had never been replaced."""
+    if torch.compiler.is_compiling():
+        # What the mask would do of itself, if it knew the function by the name where it looks for it.
+        if type(args[3]) is CausalBias:
+            return CausalBias._dispatch(*args, **kwargs)
+        return _original(*args, **kwargs)
+    if all(type(x) in _PLAIN for x in args[:4]) and not _function_modes():
+        return _original(*args, **kwargs)
+    with _place.original():
+        return _original(*args, **kwargs)
 
 
 class _Enabled:
@@ -499,20 +606,18 @@ class _Enabled:
         return self
 
     def __exit__(self, *_):
-        torch.nn.functional.scaled_dot_product_attention = self._before
+        _place.put(self._before)
 
 
 def enable() -> _Enabled:
     """Puts Ingot in the place of torch.nn.functional.scaled_dot_product_attention, until disable() or, as a context manager,
     until the end of the block. Code that had imported the function by its name before keeps PyTorch's."""
-    before = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
-    return _Enabled(before)
+    return _Enabled(_place.put(scaled_dot_product_attention))
 
 
 def disable() -> None:
     """Puts PyTorch's own function back."""
-    torch.nn.functional.scaled_dot_product_attention = _original
+    _place.put(_original)
 
 
 def statistics(reset: bool = False) -> dict:
