@@ -251,14 +251,15 @@ def test_the_short_way_is_the_long_one(dtype):
             patch.setattr(_core, "plain_sdpa", lambda *x: (keep(run(*x)), answers[-1])[1])
             short, long = (it.scaled_dot_product_attention(*x, **given) for x in (tensors, leaves))
         same = dict(causal=given.get("is_causal", False), align="top_left", softmax_scale=given.get("scale"))
-        assert torch.equal(it.attention(*tensors, **same), short)
+        alone = it.attention(*tensors, **same)
+        assert torch.equal(alone, short) and alone.transpose(1, 2).is_contiguous()
         assert len(answers) == 1 and (answers[0] is None) == (tensors[0].stride(-1) != 1)
         assert torch.equal(short, long) and short.shape == long.shape and short.is_contiguous() == long.is_contiguous()
         assert short.dtype == q.dtype and not short.requires_grad
         assert not short.numel() or short.stride() == long.stride()
     assert it.statistics() == {"ingot": 16, "original": {}}
     # what is not this simple does nothing here
-    rest = (False, None, False, 0, 1)
+    rest = (False, None, False, 0, 1, True)
     for tensors in (
         (q[0], k[0], v[0]), (q, k, v[:1]), (q, k[:1], v[:1]), (q, *few[:2]), (q, few[2], few[2]), (q, k[..., :8], v),
         (q, k, v[:, :, :5]), (q.double(), k.double(), v.double()), (q, k.double(), v), (None, k, v), (q, 3, v),
@@ -266,12 +267,12 @@ def test_the_short_way_is_the_long_one(dtype):
     ):  # fmt: skip
         assert _core.plain_sdpa(*tensors, *rest) is None
     for causal, grouped in ((1, False), (False, 1), (None, False), (np.True_, False)):
-        assert _core.plain_sdpa(q, k, v, causal, None, grouped, 0, 1) is None
-    assert _core.plain_sdpa(q, few[2], few[2], False, None, True, 0, 1) is None
-    # the last two are the library's
+        assert _core.plain_sdpa(q, k, v, causal, None, grouped, 0, 1, True) is None
+    assert _core.plain_sdpa(q, few[2], few[2], False, None, True, 0, 1, True) is None
+    # these two are the library's
     for flags, threads, name in ((1 << 20, 1, "flags"), (0, -3, "num_threads")):
         with pytest.raises(ingot.InvalidError, match=name):
-            _core.plain_sdpa(q, k, v, False, None, False, flags, threads)
+            _core.plain_sdpa(q, k, v, False, None, False, flags, threads, True)
 
 
 def test_gradients_are_those_of_differences(device):
@@ -348,7 +349,7 @@ def test_varlen():
 
 
 def terms(bias=None, sink=None, q_lengths=None, k_lengths=None, seed=None, p=0.0, mask=0, varlen=0, sizes=(0, 0, 0)):
-    return (bias, None, sink, q_lengths, k_lengths, seed, 0.0, 0.0, p, mask, 1, 0, 0, varlen, *sizes, False, "")
+    return (bias, None, sink, q_lengths, k_lengths, seed, 0.0, 0.0, p, mask, 1, 0, 0, varlen, *sizes, False, "", True)
 
 
 def test_opcheck():
@@ -537,6 +538,31 @@ def test_subclasses_and_modes_find_the_function_in_its_place():
     assert it.statistics(reset=True) == {"ingot": 0, "original": {"a subclass of Tensor": 9, "a mode of torch.overrides": 1}}
 
 
+def test_memory_is_in_the_order_that_torch_has():
+    """PyTorch's output lies as q does, [B, H, S, D] or [B, S, H, D], so that the views which callers take go on working."""
+    first = lambda n: torch.randn(2, 4, n, 16)
+    second = lambda n: torch.randn(2, n, 4, 16).transpose(1, 2)
+    packed = torch.randn(2, 9, 3, 4, 16)
+    keep = torch.ones(9, 9, dtype=torch.bool)
+    for q, k, v in (
+        [first(9)] * 3, [second(9)] * 3, [first(9), second(9), second(9)], [second(9), first(9), first(9)],
+        [packed[:, :, i].transpose(1, 2) for i in range(3)], [first(9), *(x[:, :2] for x in (first(9), first(9)))],
+    ):  # fmt: skip
+        for learns in (False, True):
+            for given in (dict(), dict(attn_mask=keep)):
+                given["enable_gqa"] = k.shape[1] != 4
+                leaf = q.detach().requires_grad_(learns)
+                call = lambda q, k, v, function=it.scaled_dot_product_attention: function(q, k, v, **given)
+                want = original(leaf, k, v, **given)
+                torch._dynamo.reset()
+                compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+                for out in (call(leaf, k, v), compiled(leaf, k, v)):
+                    assert torch.allclose(out, want, rtol=0, atol=1e-5) and out.stride() == want.stride()
+    torch._dynamo.reset()
+    flat = torch.randn(3, 9, 16)
+    assert it.scaled_dot_product_attention(flat, flat, flat).stride() == original(flat, flat, flat).stride()
+
+
 def test_forward_mode_is_torchs():
     from torch.autograd import forward_ad
 
@@ -681,7 +707,7 @@ def test_settings_of_torch_are_passed_on(monkeypatch, device):
     monkeypatch.setattr(it._core, "plain_sdpa", lambda *x: seen.append(x[3:]))
     with torch.no_grad():
         it.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3)
-    assert seen[0] == (True, 0.3, False, 1, 1)
+    assert seen[0] == (True, 0.3, False, 1, 1, True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")

@@ -626,14 +626,14 @@ static bool plain_attention(const ingot_attn_fwd_params *p, bool grouped) {
 }
 
 /*
- * plain_sdpa(q, k, v, is_causal, scale, enable_gqa, flags, num_threads): the most frequent call of
+ * plain_sdpa(q, k, v, is_causal, scale, enable_gqa, flags, num_threads, like_q): the most frequent call of
  * scaled_dot_product_attention in one step, since Python's own steps would take longer than a small call. The tensors are of
  * a type with DLPack's table, not of a subclass, and record no gradients; scale is None or a finite float other than 0.
- * The output lies in memory as [B, S, H, D]. Returns None, and has done nothing, where the call is not this simple.
+ * The output lies in memory as [B, S, H, D], by like_q only where q does, otherwise as [B, H, S, D]. Returns None, and has done nothing, where the call is not this simple.
  */
 static PyObject *py_plain_sdpa(PyObject *self, PyObject *const *values, Py_ssize_t count) {
 	(void)self;
-	if (count != 8) return PyErr_Format(PyExc_TypeError, "plain_sdpa() takes 8 arguments");
+	if (count != 9) return PyErr_Format(PyExc_TypeError, "plain_sdpa() takes 9 arguments");
 	const operator_row *const op = &operators[0];
 	operator_call call;
 	operator_call_begin(op, &call);
@@ -662,7 +662,7 @@ static PyObject *py_plain_sdpa(PyObject *self, PyObject *const *values, Py_ssize
 	if (PyErr_Occurred()) goto end;
 	call.tensor[call.tensors++] = (tensor_argument){&op->fields[0], values[0]};
 	rows_of(&p->q, 4, p->v.shape[3], p->q.dtype, &p->out);
-	set_seq_major(&p->out);
+	if (values[8] != Py_True || (p->q.stride[1] > 0 && p->q.stride[1] < p->q.stride[2])) set_seq_major(&p->out);
 	call.result[0] = tensor_empty(values[0], "out", &p->out, &call.where, &call.held, &call.convert[0]);
 	if (call.result[0]) answer = launch(op, &call, false);
 	goto end;

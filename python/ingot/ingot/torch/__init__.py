@@ -48,7 +48,8 @@ _TERMS = (
     "int varlen, SymInt batch, SymInt max_seqlen_q, SymInt max_seqlen_k, bool deterministic, str backend"
 )
 _TENSOR_TERMS = 6
-_library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_TERMS}) -> (Tensor out, Tensor lse)")
+# seq_major: the output's memory is [B, S, H, D], as models read it on; otherwise [B, H, S, D].
+_library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_TERMS}, bool seq_major) -> (Tensor out, Tensor lse)")
 _library.define(
     f"attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TERMS}, bool[5] wanted) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
@@ -84,14 +85,15 @@ def _terms(bias, alibi, sink, q_lengths, k_lengths, dropout_seed, *numbers):
     return {**tensors, **_numbers(*numbers)}
 
 
-def _new_results(q: Tensor, v: Tensor, varlen: int) -> tuple:
-    """Tensors like those that the library makes: out, [B, S, H, Dv] in memory as models read it on, and lse."""
+def _new_results(q: Tensor, v: Tensor, varlen: int, seq_major: bool) -> tuple:
+    """Tensors like those that the library makes: out and lse."""
     for name, x in (("q", q), ("v", v)):
         if x.dim() != 4:
             raise _invalid(f"{name} has {x.dim()} axes; 4 are needed")
     b, h, s, _ = q.shape
     d = v.shape[3]
-    out = torch.empty_strided((b, h, s, d), (s * h * d, d, h * d, 1), dtype=q.dtype, device=q.device)
+    inner = (d, h * d) if seq_major else (s * d, d)
+    out = torch.empty_strided((b, h, s, d), (s * h * d, *inner, 1), dtype=q.dtype, device=q.device)
     lse = torch.empty((h, s) if varlen & 1 else (b, h, s), dtype=torch.float32, device=q.device)
     return out, lse
 
@@ -115,18 +117,19 @@ def _refuse_dual(*tensors: Optional[Tensor]) -> None:
         )
 
 
-def _forward(q, k, v, *terms, want_lse=True):
+def _forward(q, k, v, *terms_and_layout, want_lse=True):
+    *terms, seq_major = terms_and_layout
     if forward_ad._current_level >= 0:
         _refuse_dual(q, k, v, *terms[:_TENSOR_TERMS])
     found = _core.attn_fwd(
-        q=_dense(q), k=_dense(k), v=_dense(v), out=True, lse=True if want_lse else None, seq_major=True, track=False,
+        q=_dense(q), k=_dense(k), v=_dense(v), out=True, lse=True if want_lse else None, seq_major=seq_major, track=False,
         num_threads=_threads(q), **_terms(*terms),
     )  # fmt: skip
     return found if want_lse else (found, None)
 
 
 def _forward_fake(q, k, v, *terms):
-    return _new_results(q, v, terms[_VARLEN])
+    return _new_results(q, v, terms[_VARLEN], terms[-1])
 
 
 def _new_gradients(q, k, v, bias, sink, varlen, wanted):
@@ -159,7 +162,7 @@ _VARLEN = [x.split()[1].split("=")[0] for x in _TERMS.split(", ")].index("varlen
 
 
 def _setup_context(ctx, inputs, output, returns_lse=True):
-    q, k, v, *terms = inputs
+    q, k, v, *terms, _ = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, *terms[:_TENSOR_TERMS])
     ctx.terms = terms[_TENSOR_TERMS:]
@@ -171,7 +174,7 @@ def _setup_context(ctx, inputs, output, returns_lse=True):
 def _gradients(ctx, dout, _dlse):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     bias, _, sink = tensors[:3]
-    nothing = (None,) * (3 + _TENSOR_TERMS + len(ctx.terms))
+    nothing = (None,) * (3 + _TENSOR_TERMS + len(ctx.terms) + 1)
     if dout is None:
         return nothing
     needed = ctx.needs_input_grad
@@ -240,7 +243,7 @@ def _unobserved(*tensors: Optional[Tensor]) -> bool:
     return True
 
 
-def _plain(q, k, v, is_causal, scale, grouped) -> Optional[Tensor]:
+def _plain(q, k, v, is_causal, scale, grouped, like_q=False) -> Optional[Tensor]:
     """PyTorch's attention without mask and dropout in one step of the extension, where nobody looks on, no gradient is wanted
     and nothing is special; None otherwise. A small call takes a third of the time so."""
     if not (scale is None or (type(scale) is float and scale and math.isfinite(scale))):
@@ -250,20 +253,20 @@ def _plain(q, k, v, is_causal, scale, grouped) -> Optional[Tensor]:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
     deterministic, threads = int(torch.are_deterministic_algorithms_enabled()), torch.get_num_threads()
-    return _core.plain_sdpa(q, k, v, is_causal, scale, grouped, deterministic, threads)
+    return _core.plain_sdpa(q, k, v, is_causal, scale, grouped, deterministic, threads, like_q)
 
 
-def _operator(q, k, v, *terms, want_lse=True):
+def _operator(q, k, v, *terms, want_lse=True, seq_major=True):
     tensors = (q, k, v, *terms[:_TENSOR_TERMS])
     if not _unobserved(*tensors):
         _refuse_dual(*tensors)
-        return torch.ops.ingot.attention_forward(q, k, v, *terms)
+        return torch.ops.ingot.attention_forward(q, k, v, *terms, seq_major)
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
-                found = _Function.apply(q, k, v, *terms[:3], terms[3:], want_lse)
+                found = _Function.apply(q, k, v, *terms[:3], (*terms[3:], seq_major), want_lse)
                 return found if want_lse else (found, None)
-    return _forward(q, k, v, *terms, want_lse=want_lse)
+    return _forward(q, k, v, *terms, seq_major, want_lse=want_lse)
 
 
 # ---- functions ----
@@ -319,7 +322,8 @@ def attention(
     """`ingot.attention` as an operator of PyTorch: q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] in float32, float16
     or bfloat16; returns [B, Hq, Sq, Dv], with return_lse also the log-sum-exp [B, Hq, Sq], which has no gradient.
 
-    Gradients flow into q, k, v, bias (float) and sink. The output lies in memory as [B, S, H, D]; rows past q_lengths are 0.
+    Gradients flow into q, k, v, bias (float) and sink. The output lies in memory as [B, S, H, D], so that .transpose(1, 2) is
+    contiguous and .view of the output itself may be refused; rows past q_lengths are 0.
     dropout_seed: a number, or an int64 tensor of one element; None: drawn by torch's generator of the device.
     deterministic: None for torch.are_deterministic_algorithms_enabled(). Under autocast q, k, v and bias are cast as PyTorch's
     own attention casts them. The other arguments are those of `ingot.attention`.
@@ -517,11 +521,11 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, argument for argument: run by Ingot where it can be, by PyTorch's own
-    function otherwise. `statistics` tells which and why."""
+    function otherwise; `statistics` tells which and why. The output's memory is in q's order, [B, H, S, D] or [B, S, H, D]."""
     global _on_ingot
     prepared = None if torch.compiler.is_compiling() else _wants_original()
     if prepared is None and attn_mask is None and dropout_p == 0:
-        out = _plain(query, key, value, is_causal, scale, enable_gqa)
+        out = _plain(query, key, value, is_causal, scale, enable_gqa, True)
         if out is not None:
             _on_ingot += 1
             return out
@@ -533,9 +537,12 @@ def scaled_dot_product_attention(
         _count(prepared)
         return _run_original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v, bias = prepared
+    # As in PyTorch the output's memory is in q's order: callers view it.
+    seq_major = 0 < q.stride(1) < q.stride(2)
     out, _ = _operator(
         q, k, v, bias, None, None, None, None, _seed(q, dropout_p, None), scale or 0.0, 0.0, dropout_p,
         1 if is_causal else 0, 1, 0, 0, 0, 0, 0, 0, torch.are_deterministic_algorithms_enabled(), "", want_lse=False,
+        seq_major=seq_major,
     )  # fmt: skip
     _count()
     return out if query.dim() == 4 else out.reshape(*out.shape[: query.dim() - 2], *out.shape[2:])
