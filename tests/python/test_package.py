@@ -247,9 +247,9 @@ def test_refusals(rng):
     double = q.astype(np.float64)
     lengths = np.array([0, 5], np.int32)
     for error, sentence, call in (
-        (ValueError, "align is UNSET", lambda: ingot.attention(q, k, k, causal=True)),
+        (ValueError, "align is None; .* 'top_left' or 'bottom_right'", lambda: ingot.attention(q, k, k, causal=True)),
         (ValueError, "q has 2 heads .* k has 7", lambda: ingot.attention(q, *[np.zeros((1, 7, 7, 16), "f")] * 2)),
-        (ValueError, "q has elements of DLPack type code 2 with 64 bits", lambda: ingot.attention(double, q, q)),
+        (ValueError, "q is float64; Ingot takes float32", lambda: ingot.attention(double, q, q)),
         (ValueError, "k: ", lambda: ingot.attention(q, np.array(["x"]), q)),
         (ValueError, "out is read-only", lambda: ingot.attention(q, q, q, out=fixed)),
         (ValueError, "q has 6 axes", lambda: ingot.attention(q[None, None], q, q)),
@@ -259,8 +259,22 @@ def test_refusals(rng):
         (ValueError, "num_threads is 4294967296", lambda: ingot.attention(q, q, q, num_threads=2**32)),
         (ValueError, "out_parts has 9 parts", lambda: ingot.merge([q] * 9, [q[..., 0].copy()] * 9)),
         (ValueError, "exactly one", lambda: ingot.attention_paged(q, k, k, k_lengths=q)),
-        (ValueError, r"cumulative lengths are \[0, 5\]", lambda: ingot.attention_varlen(
+        (TypeError, "cu_seqlens_q is no array: <class 'list'>", lambda: ingot.attention_varlen(
             q, q, q, cu_seqlens_q=[0, 5], cu_seqlens_k=[0, 5], max_seqlen_q=5, max_seqlen_k=5)),
+        (ValueError, r"cu_seqlens_q has the shape \(1, 2\)", lambda: ingot.attention_varlen(
+            q, q, q, cu_seqlens_q=lengths[None], cu_seqlens_k=lengths, max_seqlen_q=5, max_seqlen_k=5)),
+        (ValueError, "cu_seqlens_k.dtype is int64; allowed are int32", lambda: ingot.attention_varlen(
+            q, q, q, cu_seqlens_q=lengths, cu_seqlens_k=lengths.astype(np.int64), max_seqlen_q=5, max_seqlen_k=5)),
+        (ValueError, "q has 2 heads .* and k_pages has 7", lambda: ingot.attention_paged(
+            q, k, k, page_table=lengths[None], k_lengths=lengths[:1])),
+        (ValueError, "q is None; it is required", lambda: ingot.attention(None, k, k)),
+        (ValueError, "k is None; it is required", lambda: ingot.attention(q, None, k)),
+        (ValueError, "v is None; it is required", lambda: ingot.attention(q, k, None)),
+        (ValueError, "q.dtype is int32; allowed are float32, float16, bfloat16,", lambda: ingot.attention(q.astype(np.int32), k, k)),
+        (ValueError, "q is complex64; ", lambda: ingot.attention(q.astype(np.complex64), k, k)),
+        (ValueError, ': backend is "nowhere"; ', lambda: ingot.attention(q, q, q, backend="nowhere")),
+        (ValueError, r"window is \(-1, 0\); -1 is refused: None", lambda: ingot.attention(q, q, q, window=(-1, 0))),
+        (ValueError, r"window is \[4, -1\]; -1 is refused", lambda: ingot.attention(q, q, q, window=[4, -1])),
         (TypeError, "q is no array: <class 'int'>", lambda: ingot.attention(1, q, q)),
         (TypeError, "softcap is 'x'; it is a float", lambda: ingot.attention(q, q, q, softcap="x")),
         (TypeError, "unexpected keyword", lambda: ingot.attention(q, q, q, is_causal=True)),
@@ -276,6 +290,33 @@ def test_refusals(rng):
             assert isinstance(raised.value, ingot.Error) and raised.value.name in c.STATUS.values()
             assert c.STATUS[raised.value.status] == raised.value.name
     same([ingot.attention(fixed, fixed, fixed)], [ingot.attention(q, q, q)])  # inputs may be read-only
+
+
+def test_outputs_share_no_memory_with_inputs(rng):
+    """Refused where it is sure; slices of one buffer that interleave are the caller's business."""
+    q, k, v = (normal(rng, 2, 3, 5, 16) for _ in range(3))
+    room = np.zeros(3 * q.size, np.float32)
+    whole, late = room[: q.size].reshape(q.shape), room[8 : 8 + q.size].reshape(q.shape)
+    whole[:] = q
+    for out in (whole, late):
+        before = out.copy()
+        with pytest.raises(ingot.InvalidError, match="out shares memory with q; "):
+            ingot.attention(whole, k, v, out=out)
+        assert (out == before).all()
+    with pytest.raises(ingot.InvalidError, match="out shares memory with v; "):
+        ingot.attention(q, k, v, out=v)
+    with pytest.raises(ingot.InvalidError, match="out shares memory with k; "):  # a slice of what is all there
+        ingot.attention(q[:1], room[: 2 * 3 * 5 * 16].reshape(2, 3, 5, 16)[:1], v[:1], out=room[:240].reshape(1, 3, 5, 16))
+    with pytest.raises(ingot.InvalidError, match="k shares memory with k_new; "):
+        ingot.append(k[:, :, :1], v[:, :, :1].copy(), k, v, k_lengths=np.zeros(2, np.int32))
+    want = ingot.attention(q, k, v)
+    packed = np.zeros((2, 5, 2, 3, 16), np.float32)
+    mine, out = (packed[:, :, i].transpose(0, 2, 1, 3) for i in range(2))
+    mine[:] = q
+    same([ingot.attention(mine, k, v, out=out)], [want])
+    beside = room[q.size : 2 * q.size].reshape(q.shape)
+    same([ingot.attention(whole * 0 + q, k, v, out=beside)], [want])
+    same([ingot.attention(whole, k, v, out=beside)], [ingot.attention(whole.copy(), k, v)])
 
 
 class Producer:

@@ -314,7 +314,7 @@ def test_attention_has_every_argument(device):
     p = torch.cat([s, wide.view(1, 4, 1, 1).expand(2, 4, 9, 1)], -1).softmax(-1)[..., :-1]
     (want,) = torch.autograd.grad((p @ v.double().repeat_interleave(2, 1)).sum(), wide)
     assert torch.allclose(got.double(), want, rtol=0, atol=1e-4)
-    with pytest.raises(ingot.InvalidError, match="align is UNSET"):
+    with pytest.raises(ingot.InvalidError, match="align is None; .* 'top_left' or 'bottom_right'"):
         it.attention(q, k, v, causal=True)
     with pytest.raises(ingot.InvalidError, match="q has 3 axes"):
         it.attention(q[0], k, v)
@@ -620,6 +620,31 @@ def test_scripted_code_is_torchs():
     with it.enable():
         assert torch.equal(torch.jit.script(Model())(x), want[0])
         assert torch.allclose(torch.jit.script(heads)(y, y, y)[0], want[1], rtol=0, atol=1e-5)
+
+
+def test_refusals():
+    """With the argument's name and a sentence, whatever the framework says of it."""
+    q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 7, 16)
+    cu, wide = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([0, 5])
+    varlen = dict(max_seqlen_q=5, max_seqlen_k=5)
+    for error, sentence, call in (
+        (TypeError, "q is no tensor of torch but <class 'NoneType'>", lambda: it.attention(None, k, k)),
+        (TypeError, "k is no tensor of torch but <class 'list'>", lambda: it.attention(q, [[1.0]], k)),
+        (TypeError, "v is no tensor of torch but <class 'numpy.ndarray'>$", lambda: it.attention(q, k, k.numpy())),
+        (TypeError, "k_lengths is no tensor", lambda: it.attention(q, k, k, k_lengths=[7])),
+        (ValueError, "q is on meta; ", lambda: it.attention(q.to("meta"), k, k)),
+        (ValueError, "k is on meta; ", lambda: ingot.attention(q, k.to("meta"), k)),
+        (ValueError, "k .*layout torch.sparse_coo; ", lambda: it.attention(q, k.to_sparse(), k)),
+        (ValueError, "v .*layout torch.sparse_coo; ", lambda: ingot.attention(q, k, k.to_sparse())),
+        (ValueError, "q is float64; ", lambda: it.attention(q.double(), k, k)),
+        (ValueError, "window is .*-1.*None stands for no bound", lambda: it.attention(q, k, k, window=(-1, -1))),
+        (TypeError, "cu_seqlens_k is no tensor", lambda: it.attention_varlen(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=[0, 5], **varlen)),
+        (ValueError, "cu_seqlens_q.dtype is int64; allowed are int32",
+         lambda: it.attention_varlen(q, q, q, cu_seqlens_q=wide, cu_seqlens_k=wide, **varlen)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=sentence) as raised:
+            call()
+        assert "frame #" not in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_models_of_torch():

@@ -14,6 +14,7 @@ A refused call raises `Error` with the library's sentence: `InvalidError` (a Val
 
 from __future__ import annotations
 
+import re
 from typing import Any, Callable, Literal, Optional, Sequence, Union
 
 from . import _core
@@ -49,6 +50,16 @@ def _invalid(sentence: str) -> InvalidError:
     return InvalidError(sentence, _core.statuses["INGOT_INVALID"])
 
 
+_SEQUENCES = "the number of sequences"
+
+
+def _renamed(error: Error, **names: Optional[str]) -> Error:
+    """The error in terms of a function whose arguments have other names than the library's fields."""
+    names = {field: name for field, name in names.items() if name}
+    sentence = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(error)) if names else str(error)
+    return type(error)(sentence, error.status)
+
+
 def _choice(name: str, value: Any, table: dict) -> Any:
     try:
         return table[value]
@@ -65,6 +76,9 @@ def _mask(causal: bool, window: Window) -> tuple:
         left, right = window
     except (TypeError, ValueError):
         raise _invalid(f"window is {window!r}; a pair (left, right) is allowed, None in it for no bound") from None
+    if left == -1 or right == -1:
+        # Legal in C, but what ports from FlashAttention mean by it is no bound, and (-1, -1) would give zeros.
+        raise _invalid(f"window is {window!r}; -1 is refused: None stands for no bound")
     left = _UNBOUNDED if left is None else left
     right = _UNBOUNDED if right is None else right
     return 2, left, min(right, 0) if causal else right
@@ -86,12 +100,14 @@ def _seed(dropout_p: Optional[float], dropout_seed: Union[int, Array, None]) -> 
     return _cell(dropout_seed)
 
 
-def _batch(*cumulative: Optional[Array]) -> Optional[int]:
+def _batch(**cumulative: Optional[Array]) -> Optional[int]:
     """The number of sequences where an array [B + 1] says it; the library holds the others to it."""
-    for x in cumulative:
+    for name, x in cumulative.items():
         if x is not None:
-            if len(getattr(x, "shape", ())) != 1:
-                raise _invalid(f"cumulative lengths are {x!r}; an array [B + 1] is allowed")
+            if not hasattr(x, "shape"):
+                raise TypeError(f"{name} is no array: {type(x)}; an array [B + 1] is needed")
+            if len(x.shape) != 1 or x.shape[0] < 1:
+                raise _invalid(f"{name} has the shape {tuple(x.shape)}; [B + 1] is needed")
             return x.shape[0] - 1
     return None
 
@@ -135,7 +151,7 @@ def attention(
     float8 k and v; or all float8. Query head h reads key head h // (Hq // Hk).
 
     causal: query i sees key j iff j <= i + off. window=(left, right): iff -left <= j - (i + off) <= right, None for no bound;
-    with causal as well, right is at most 0. align says where the diagonal lies, off = 0 for "top_left", Sk - Sq (of that
+    with causal as well, right is at most 0; -1, no bound in FlashAttention, is refused. align says where the diagonal lies, off = 0 for "top_left", Sk - Sq (of that
     sequence) for "bottom_right"; it must be given where the two differ.
     softmax_scale: None or 0 for 1 / sqrt(D). softcap: scores become softcap * tanh(score / softcap).
     bias [B, Hq, Sq, Sk], axes of extent 1 broadcast: of q's type or float32, added to the scores, or bool, false masks.
@@ -269,41 +285,44 @@ def attention_varlen(
     seed, seed_ptr = _seed(dropout_p, dropout_seed)
     offset, offset_ptr = _cell(dropout_offset)
     layout = _choice("lse_layout", lse_layout, {"HT": 0, "TH": 1})
-    return _core.attn_fwd(
-        q=q,
-        k=k,
-        v=v,
-        out=True if out is None else out,
-        lse=(True if return_lse else None) if lse is None else lse,
-        varlen=_CUMULATIVE | _CUMULATIVE << 8 | layout << 16,
-        batch=_batch(cu_seqlens_q),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        q_lengths=cu_seqlens_q,
-        k_lengths=cu_seqlens_k,
-        mask=mask,
-        align=_choice("align", align, _ALIGN),
-        window_left=left,
-        window_right=right,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi=alibi,
-        sink=sink,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        dropout_p=dropout_p,
-        dropout_seed=seed,
-        dropout_seed_ptr=seed_ptr,
-        dropout_offset=offset,
-        dropout_offset_ptr=offset_ptr,
-        lse_base=_choice("lse_base", lse_base, _LSE_BASE),
-        backend=backend,
-        flags=_flags(deterministic, batch_invariant, strict),
-        num_threads=num_threads,
-        stream=stream,
-        explain=_explain,
-    )
+    try:
+        return _core.attn_fwd(
+            q=q,
+            k=k,
+            v=v,
+            out=True if out is None else out,
+            lse=(True if return_lse else None) if lse is None else lse,
+            varlen=_CUMULATIVE | _CUMULATIVE << 8 | layout << 16,
+            batch=_batch(cu_seqlens_q=cu_seqlens_q),
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            q_lengths=cu_seqlens_q,
+            k_lengths=cu_seqlens_k,
+            mask=mask,
+            align=_choice("align", align, _ALIGN),
+            window_left=left,
+            window_right=right,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi=alibi,
+            sink=sink,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            dropout_p=dropout_p,
+            dropout_seed=seed,
+            dropout_seed_ptr=seed_ptr,
+            dropout_offset=offset,
+            dropout_offset_ptr=offset_ptr,
+            lse_base=_choice("lse_base", lse_base, _LSE_BASE),
+            backend=backend,
+            flags=_flags(deterministic, batch_invariant, strict),
+            num_threads=num_threads,
+            stream=stream,
+            explain=_explain,
+        )
+    except Error as error:
+        raise _renamed(error, q_lengths="cu_seqlens_q", k_lengths="cu_seqlens_k", batch=_SEQUENCES) from None
 
 
 def _pages(page_table: Any, page_indptr: Any, page_indices: Any, lengths: Any, last_page_lengths: Any) -> int:
@@ -372,40 +391,50 @@ def attention_paged(
     if cu_seqlens_q is not None and q_lengths is not None:
         raise _invalid("q_lengths and cu_seqlens_q: at most one of them is allowed")
     queries = _CUMULATIVE if cu_seqlens_q is not None else 0 if q_lengths is None else _INDIVIDUAL
-    batch = _batch(cu_seqlens_q, page_indptr)
-    return _core.attn_fwd(
-        q=q,
-        k=k_pages,
-        v=v_pages,
-        out=True if out is None else out,
-        lse=(True if return_lse else None) if lse is None else lse,
-        varlen=queries | side << 8 | layout << 16,
-        batch=batch,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        q_lengths=q_lengths if cu_seqlens_q is None else cu_seqlens_q,
-        k_lengths=k_lengths if last_page_lengths is None else last_page_lengths,
-        page_table=page_table,
-        page_indptr=page_indptr,
-        page_indices=page_indices,
-        mask=mask,
-        align=_choice("align", align, _ALIGN),
-        window_left=left,
-        window_right=right,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi=alibi,
-        sink=sink,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        lse_base=_choice("lse_base", lse_base, _LSE_BASE),
-        backend=backend,
-        flags=_flags(deterministic, batch_invariant, strict),
-        num_threads=num_threads,
-        stream=stream,
-        explain=_explain,
-    )
+    batch = _batch(cu_seqlens_q=cu_seqlens_q, page_indptr=page_indptr)
+    try:
+        return _core.attn_fwd(
+            q=q,
+            k=k_pages,
+            v=v_pages,
+            out=True if out is None else out,
+            lse=(True if return_lse else None) if lse is None else lse,
+            varlen=queries | side << 8 | layout << 16,
+            batch=batch,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            q_lengths=q_lengths if cu_seqlens_q is None else cu_seqlens_q,
+            k_lengths=k_lengths if last_page_lengths is None else last_page_lengths,
+            page_table=page_table,
+            page_indptr=page_indptr,
+            page_indices=page_indices,
+            mask=mask,
+            align=_choice("align", align, _ALIGN),
+            window_left=left,
+            window_right=right,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi=alibi,
+            sink=sink,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            lse_base=_choice("lse_base", lse_base, _LSE_BASE),
+            backend=backend,
+            flags=_flags(deterministic, batch_invariant, strict),
+            num_threads=num_threads,
+            stream=stream,
+            explain=_explain,
+        )
+    except Error as error:
+        names = dict(
+            k="k_pages",
+            v="v_pages",
+            q_lengths=None if cu_seqlens_q is None else "cu_seqlens_q",
+            k_lengths=None if last_page_lengths is None else "last_page_lengths",
+            batch=_SEQUENCES,
+        )
+        raise _renamed(error, **names) from None
 
 
 def merge(
@@ -482,29 +511,37 @@ def append(
     if cu_seqlens_new is not None and new_lengths is not None:
         raise _invalid("new_lengths and cu_seqlens_new: at most one of them is allowed")
     rows = _CUMULATIVE if cu_seqlens_new is not None else 0 if new_lengths is None else _INDIVIDUAL
-    batch = _batch(cu_seqlens_new, page_indptr)
-    return _core.kv_append(
-        k_new=k_new,
-        v_new=v_new,
-        k=k,
-        v=v,
-        varlen=rows | side << 8,
-        batch=batch,
-        max_seqlen_new=max_seqlen_new,
-        max_seqlen_k=max_seqlen_k,
-        k_lengths=k_lengths if last_page_lengths is None else last_page_lengths,
-        new_lengths=new_lengths if cu_seqlens_new is None else cu_seqlens_new,
-        page_table=page_table,
-        page_indptr=page_indptr,
-        page_indices=page_indices,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        lengths_after=1 if lengths_after or last_page_lengths is not None else None,
-        backend=backend,
-        num_threads=num_threads,
-        stream=stream,
-        explain=_explain,
-    )
+    batch = _batch(cu_seqlens_new=cu_seqlens_new, page_indptr=page_indptr)
+    try:
+        return _core.kv_append(
+            k_new=k_new,
+            v_new=v_new,
+            k=k,
+            v=v,
+            varlen=rows | side << 8,
+            batch=batch,
+            max_seqlen_new=max_seqlen_new,
+            max_seqlen_k=max_seqlen_k,
+            k_lengths=k_lengths if last_page_lengths is None else last_page_lengths,
+            new_lengths=new_lengths if cu_seqlens_new is None else cu_seqlens_new,
+            page_table=page_table,
+            page_indptr=page_indptr,
+            page_indices=page_indices,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            lengths_after=1 if lengths_after or last_page_lengths is not None else None,
+            backend=backend,
+            num_threads=num_threads,
+            stream=stream,
+            explain=_explain,
+        )
+    except Error as error:
+        names = dict(
+            new_lengths=None if cu_seqlens_new is None else "cu_seqlens_new",
+            k_lengths=None if last_page_lengths is None else "last_page_lengths",
+            batch=_SEQUENCES,
+        )
+        raise _renamed(error, **names) from None
 
 
 def explain(

@@ -1,16 +1,50 @@
 """The parts of the extension that are easier in Python: exceptions, and what each framework needs that DLPack leaves open."""
 
 import functools
+import re
 import sys
 
 from . import _errors
 
 
+# What the library's sentences call by the names of C, as a caller from Python knows it.
+_WORDS = {
+    "dropout_seed_ptr": "dropout_seed",
+    "dropout_offset_ptr": "dropout_offset",
+    "options.": "",
+    "absent (dtype NONE)": "None",
+    "align is UNSET": "align is None",
+    "TOP_LEFT": "'top_left'",
+    "BOTTOM_RIGHT": "'bottom_right'",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3_FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2_FNUZ": "float8_e5m2fnuz",
+    "I32": "int32",
+    "I64": "int64",
+    "U64": "uint64",
+    "BOOL": "bool",
+}
+_WORD = re.compile(r"\boptions\.|absent \(dtype NONE\)|\b(?:" + "|".join(x for x in _WORDS if x[-1].isalnum()) + r")\b")
+
+
 def error(status, sentence):
-    """The exception of a status of the library. Its sentences name an array's field where the caller knows one argument, number
-    or array."""
-    sentence = sentence.replace("dropout_seed_ptr", "dropout_seed").replace("dropout_offset_ptr", "dropout_offset")
+    """The exception of a status of the library."""
+    sentence = _WORD.sub(lambda found: _WORDS[found[0]], sentence)
     return _errors.BY_STATUS.get(status, _errors.Error)(sentence, status)
+
+
+def refusal(array, error):
+    """Why a framework did not hand its array over, to follow the field's name."""
+    if getattr(array, "is_meta", False):
+        return "is on meta; it must have memory on cpu, cuda or rocm"
+    layout = str(getattr(array, "layout", "torch.strided"))
+    if layout != "torch.strided":
+        return f"is of layout {layout}; it must be strided"
+    return "cannot be taken: " + str(error).partition("\n")[0]
 
 
 def refuse_gradients(name):

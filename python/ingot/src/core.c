@@ -77,8 +77,8 @@ static void rows_of(const ingot_tensor *from, int32_t axes, int64_t last, int32_
 
 static bool ranked(const ingot_tensor *tensor, const char *name, int32_t axes) {
 	if (tensor->dtype != INGOT_NONE && tensor->ndim == axes) return true;
-	raise_status(INGOT_INVALID, "%s has %d axes; %d are needed", name,
-	             tensor->dtype == INGOT_NONE ? 0 : (int)tensor->ndim, (int)axes);
+	if (tensor->dtype == INGOT_NONE) raise_status(INGOT_INVALID, "%s is None; it is required", name);
+	else raise_status(INGOT_INVALID, "%s has %d axes; %d are needed", name, (int)tensor->ndim, (int)axes);
 	return false;
 }
 
@@ -86,8 +86,9 @@ static bool shape_attn_fwd(const any_params *params, const char *name, ingot_ten
 	const ingot_attn_fwd_params *const p = &params->attn_fwd;
 	if (!ranked(&p->q, "q", 4) || !ranked(&p->v, "v", 4)) return false;
 	if (!strcmp(name, "out")) {
-		const bool wide = p->q.dtype == INGOT_F32 || p->q.dtype == INGOT_F16 || p->q.dtype == INGOT_BF16;
-		rows_of(&p->q, 4, p->v.shape[3], wide ? p->q.dtype : INGOT_BF16, tensor);
+		/* Of q's type, whatever the library says to it, but for 8 bits. */
+		const bool narrow = p->q.dtype >= INGOT_F8_E4M3 && p->q.dtype <= INGOT_F8_E5M2_FNUZ;
+		rows_of(&p->q, 4, p->v.shape[3], narrow ? INGOT_BF16 : p->q.dtype, tensor);
 		return true;
 	}
 	rows_of(&p->q, 3, -1, INGOT_F32, tensor);
@@ -511,6 +512,56 @@ static bool import_tensors(const operator_row *op, operator_call *call) {
 	return true;
 }
 
+/* The bytes from the first element to the end of the last one, and whether all of them are elements. */
+typedef struct extent {
+	const char *from, *last, *end;
+	bool dense;
+} extent;
+
+static extent extent_of(const ingot_tensor *tensor) {
+	const int64_t size = element_size(tensor->dtype);
+	int64_t count = 1, last = 0;
+	bool repeats = false;
+	for (int axis = 0; axis < tensor->ndim; axis++) {
+		count *= tensor->shape[axis];
+		last += (tensor->shape[axis] - 1) * tensor->stride[axis];
+		repeats = repeats || (tensor->shape[axis] > 1 && tensor->stride[axis] <= 0);
+	}
+	if (!count || !tensor->data) return (extent){NULL, NULL, NULL, false};
+	const char *const from = tensor->data;
+	return (extent){from, from + last * size, from + (last + 1) * size, !repeats && last + 1 == count};
+}
+
+/* Whether the two surely share an element. Slices of one buffer that interleave do not, and need not be told apart here. */
+static bool surely_share(const ingot_tensor *a, const ingot_tensor *b) {
+	const extent x = extent_of(a), y = extent_of(b);
+	if (!x.from || !y.from) return false;
+	if (x.from == y.from) return true;
+	if (x.dense && ((y.from >= x.from && y.from < x.end) || (y.last >= x.from && y.last < x.end))) return true;
+	return y.dense && ((x.from >= y.from && x.from < y.end) || (x.last >= y.from && x.last < y.end));
+}
+
+/* What a call writes shares no element with what it reads: results would be wrong without a word. */
+static bool outputs_apart(const operator_row *op, const operator_call *call) {
+	if (op->run == run_attn_merge) return true; /* may write over its first part, and it sees the rest of them */
+	for (int i = 0; i < call->tensors; i++) {
+		const field *const written = call->tensor[i].field;
+		if (written->kind != OUTPUT || call->tensor[i].object == Py_True) continue;
+		for (int j = 0; j < call->tensors; j++) {
+			const field *const read = call->tensor[j].field;
+			if (read->kind != INPUT) continue;
+			const char *const params = (const char *)&call->params;
+			if (!surely_share((const void *)(params + written->offset), (const void *)(params + read->offset)))
+				continue;
+			raise_status(INGOT_INVALID,
+			             "%s shares memory with %s; what a call writes shares no element with its inputs",
+			             written->name, read->name);
+			return false;
+		}
+	}
+	return true;
+}
+
 static PyObject *explained(const operator_row *op, const operator_call *call, ingot_stream stream) {
 	const bool json = !strcmp(call->explain, "json");
 	if (!json && strcmp(call->explain, "text")) {
@@ -602,7 +653,7 @@ static PyObject *run(const operator_row *op, PyObject *const *values, Py_ssize_t
 	PyObject *answer = NULL;
 	if (read_arguments(op, &call, values, keywords)) {
 		const bool stream_given = call.where.handle_given;
-		if (import_tensors(op, &call)) answer = launch(op, &call, stream_given);
+		if (import_tensors(op, &call) && outputs_apart(op, &call)) answer = launch(op, &call, stream_given);
 	}
 	operator_call_release(&call);
 	return answer;

@@ -40,6 +40,10 @@ static int row_of(int32_t dtype) {
 	return 0;
 }
 
+int64_t element_size(int32_t dtype) {
+	return dtypes[row_of(dtype)].dlpack.bits / 8;
+}
+
 static int32_t dtype_named(const char *name) {
 	for (int i = 0; i < DTYPES; i++)
 		if (!strcmp(dtypes[i].name, name)) return dtypes[i].dtype;
@@ -158,10 +162,13 @@ static bool one_device(DLDevice *device, const char *field, call_device *where) 
 static bool take_view(const DLTensor *view, int32_t dtype, const char *field, ingot_tensor *tensor) {
 	if (dtype == INGOT_NONE) dtype = dtype_of(view->dtype);
 	if (dtype == INGOT_NONE) {
+		static const char *const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+		const unsigned code = view->dtype.code;
+		const bool known = code < sizeof kinds / sizeof *kinds;
 		raise_status(INGOT_INVALID,
-		             "%s has elements of DLPack type code %d with %d bits; Ingot takes float32, "
-		             "float16, bfloat16, float8, bool, int32, int64 and uint64, each where its field allows it",
-		             field, (int)view->dtype.code, (int)view->dtype.bits);
+		             "%s is %s%d; Ingot takes float32, float16, bfloat16, float8, bool, int32, int64 and uint64, each "
+		             "where its field allows it",
+		             field, known ? kinds[code] : "of DLPack type code ", known ? (int)view->dtype.bits : (int)code);
 		return false;
 	}
 	if (view->ndim > 5) {
@@ -295,12 +302,26 @@ static bool import_capsule(PyObject *object, const char *field, bool written, in
 	return take_view(view, dtype, field, tensor);
 }
 
+/* Puts a sentence with the field's name in place of the framework's refusal, which may come with frames of its C++. */
+static bool name_refusal(PyObject *object, const char *field) {
+	PyObject *kind, *refusal, *trace;
+	PyErr_Fetch(&kind, &refusal, &trace);
+	PyObject *module = helpers();
+	PyObject *why = module ? PyObject_CallMethod(module, "refusal", "OO", object, refusal ? refusal : kind) : NULL;
+	if (why) raise_status(INGOT_INVALID, "%s %U", field, why);
+	Py_XDECREF(why);
+	Py_XDECREF(kind);
+	Py_XDECREF(refusal);
+	Py_XDECREF(trace);
+	return false;
+}
+
 bool tensor_import(PyObject *object, const char *field, bool written, ingot_tensor *tensor, call_device *where,
                    held_tensors *held) {
 	const DLPackExchangeAPI *const api = exchange_api(object);
 	if (api && api->dltensor_from_py_object_no_sync) {
 		DLTensor view;
-		if (api->dltensor_from_py_object_no_sync(object, &view)) return false;
+		if (api->dltensor_from_py_object_no_sync(object, &view)) return name_refusal(object, field);
 		return one_device(&view.device, field, where) && find_stream(object, api, where) &&
 		       take_view(&view, INGOT_NONE, field, tensor);
 	}

@@ -48,6 +48,9 @@ bool tensor_import(struct _object *object, const char *field, bool written, ingo
 struct _object *tensor_empty(struct _object *like, const char *field, ingot_tensor *tensor, call_device *where,
                              held_tensors *held, struct _object **convert);
 
+/* Bytes of an element. */
+int64_t element_size(int32_t dtype);
+
 /* Clears an array that tensor_empty has made. */
 bool tensor_zero(struct _object *object, const ingot_tensor *tensor, const call_device *where);
 

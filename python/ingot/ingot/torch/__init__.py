@@ -27,13 +27,17 @@ from .. import (
     _ALIGN,
     _CUMULATIVE,
     _INDIVIDUAL,
+    _SEQUENCES,
     Align,
+    Error,
     UnsupportedError,
     Window,
+    _batch,
     _choice,
     _core,
     _invalid,
     _mask,
+    _renamed,
 )
 
 __all__ = ["attention", "attention_varlen", "disable", "enable", "scaled_dot_product_attention", "statistics"]
@@ -369,14 +373,28 @@ def attention_varlen(
 
     Rows of no sequence are 0, in the output and in the gradients. The other arguments are those of `attention`.
     """
-    return _attention(q, k, v, causal, window, align, softmax_scale, softcap, None, alibi, sink, cu_seqlens_q,
-                      cu_seqlens_k, dropout_p, dropout_seed, return_lse, backend, deterministic,
-                      _CUMULATIVE | _CUMULATIVE << 8, cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k)  # fmt: skip
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is no tensor of torch but {type(x)}")
+    batch = _batch(cu_seqlens_q=cu_seqlens_q)
+    try:
+        return _attention(q, k, v, causal, window, align, softmax_scale, softcap, None, alibi, sink, cu_seqlens_q,
+                          cu_seqlens_k, dropout_p, dropout_seed, return_lse, backend, deterministic,
+                          _CUMULATIVE | _CUMULATIVE << 8, batch, max_seqlen_q, max_seqlen_k)  # fmt: skip
+    except Error as error:
+        raise _renamed(error, q_lengths="cu_seqlens_q", k_lengths="cu_seqlens_k", batch=_SEQUENCES) from None
 
 
 def _attention(q, k, v, causal, window, align, softmax_scale, softcap, bias, alibi, sink, q_lengths, k_lengths,
                dropout_p, dropout_seed, return_lse, backend, deterministic, varlen, batch, max_seqlen_q,
                max_seqlen_k):  # fmt: skip
+    tensors = (q, k, v, bias, alibi, sink, q_lengths, k_lengths)
+    for name, x in zip(("q", "k", "v", "bias", "alibi", "sink", "q_lengths", "k_lengths"), tensors):
+        if isinstance(x, Tensor):
+            if x.layout != torch.strided or x.is_nested:
+                raise _invalid(f"{name} is a nested tensor or of layout {x.layout}; it must be strided")
+        elif x is not None or name in ("q", "k", "v"):
+            raise TypeError(f"{name} is no tensor of torch but {type(x)}")
     q, k, v, bias = _autocast(q, k, v, bias)
     mask, left, right = _mask(causal, window)
     if deterministic is None:
