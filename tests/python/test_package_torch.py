@@ -538,8 +538,8 @@ def test_subclasses_and_modes_find_the_function_in_its_place():
     assert it.statistics(reset=True) == {"ingot": 0, "original": {"a subclass of Tensor": 9, "a mode of torch.overrides": 1}}
 
 
-def test_memory_is_in_the_order_that_torch_has():
-    """PyTorch's output lies as q does, [B, H, S, D] or [B, S, H, D], so that the views which callers take go on working."""
+def test_memory_is_in_the_order_of_q(device):
+    """[B, H, S, D] or [B, S, H, D], as PyTorch has it on the CPU, so that the views which callers take go on working."""
     first = lambda n: torch.randn(2, 4, n, 16)
     second = lambda n: torch.randn(2, n, 4, 16).transpose(1, 2)
     packed = torch.randn(2, 9, 3, 4, 16)
@@ -557,13 +557,16 @@ def test_memory_is_in_the_order_that_torch_has():
                 torch._dynamo.reset()
                 compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
                 for out in (call(leaf, k, v), compiled(leaf, k, v)):
-                    assert torch.allclose(out, want, rtol=0, atol=1e-5) and out.stride() == want.stride()
+                    rows_first = out.transpose(1, 2).is_contiguous()
+                    assert torch.allclose(out, want, rtol=0, atol=1e-5)
+                    assert rows_first == (q.stride(1) < q.stride(2)) and rows_first != out.is_contiguous()
+                    assert out.stride() == want.stride() or device != "cpu"
     torch._dynamo.reset()
     flat = torch.randn(3, 9, 16)
-    assert it.scaled_dot_product_attention(flat, flat, flat).stride() == original(flat, flat, flat).stride()
+    assert it.scaled_dot_product_attention(flat, flat, flat).is_contiguous()
 
 
-def test_forward_mode_is_torchs():
+def test_forward_mode_is_torchs(device):
     from torch.autograd import forward_ad
 
     q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
@@ -576,17 +579,17 @@ def test_forward_mode_is_torchs():
                 for run in (original, it.scaled_dot_product_attention):
                     answers.append(forward_ad.unpack_dual(run(dual, k, v)).tangent)
             assert torch.equal(*answers) and answers[0].abs().sum() > 0
-            with pytest.raises((RuntimeError, NotImplementedError)) as refusal:  # PyTorch's: no formula for its fast kernels
-                it.scaled_dot_product_attention(k, dual, v)
-            assert not isinstance(refusal.value, ingot.Error)
+            if device == "cpu":
+                with pytest.raises((RuntimeError, NotImplementedError)) as refusal:  # PyTorch's: no formula for its fast kernels
+                    it.scaled_dot_product_attention(k, dual, v)
+                assert not isinstance(refusal.value, ingot.Error)
             with pytest.raises(ingot.UnsupportedError, match="forward-mode"):
                 it.attention(k, dual, v)
             with pytest.raises(NotImplementedError):
                 op(k, dual, v, *terms())
             assert torch.allclose(it.scaled_dot_product_attention(k, k, v), original(k, k, v), rtol=0, atol=1e-5)
-    assert it.statistics(reset=True) == {
-        "ingot": 2, "original": {"forward-mode differentiation": 2, "backends chosen by torch.nn.attention.sdpa_kernel": 2},
-    }  # fmt: skip
+    counted = {"backends chosen by torch.nn.attention.sdpa_kernel": 2, "forward-mode differentiation": 2 if device == "cpu" else 0}
+    assert it.statistics(reset=True) == {"ingot": 2, "original": {reason: n for reason, n in counted.items() if n}}
     with pytest.raises(ingot.UnsupportedError, match="forward-mode"):
         torch.func.jvp(lambda x: it.attention(x, k, v), (v,), (v,))
 
@@ -630,7 +633,7 @@ def test_refusals():
     for error, sentence, call in (
         (TypeError, "q is no tensor of torch but <class 'NoneType'>", lambda: it.attention(None, k, k)),
         (TypeError, "k is no tensor of torch but <class 'list'>", lambda: it.attention(q, [[1.0]], k)),
-        (TypeError, "v is no tensor of torch but <class 'numpy.ndarray'>$", lambda: it.attention(q, k, k.numpy())),
+        (TypeError, "v is no tensor of torch but <class 'numpy.ndarray'>$", lambda: it.attention(q, k, np.zeros((1, 2, 7, 16)))),
         (TypeError, "k_lengths is no tensor", lambda: it.attention(q, k, k, k_lengths=[7])),
         (ValueError, "q is on meta; ", lambda: it.attention(q.to("meta"), k, k)),
         (ValueError, "k is on meta; ", lambda: ingot.attention(q, k.to("meta"), k)),

@@ -433,6 +433,8 @@ try:
     _flags = [getattr(torch._C, f"_get_{x}_sdp_enabled") for x in ("flash", "mem_efficient", "math", "cudnn")]
     _function_modes(), [x() for x in _flags]
     _flash, _mem_efficient, _math, _cudnn = _flags
+    if not _cudnn():  # a version that has it off by itself, or the user's choice for all that follows
+        _cudnn = _flash
 except AttributeError:  # another version of PyTorch
     _function_modes = _function_mode_at = lambda *_: 0
     _flash = _mem_efficient = _math = _cudnn = lambda: True
