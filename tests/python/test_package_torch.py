@@ -495,7 +495,7 @@ def test_enable_and_disable():
     assert F.scaled_dot_product_attention is original
 
 
-def test_subclasses_and_modes_find_the_function_in_its_place():
+def test_subclasses_and_modes_find_the_function_in_its_place(device):
     """They compare what they are given with torch.nn.functional's, and that is PyTorch's own, as without enable()."""
     from torch.nn.attention.bias import causal_lower_right, causal_upper_left
     from torch.overrides import TorchFunctionMode
@@ -521,11 +521,23 @@ def test_subclasses_and_modes_find_the_function_in_its_place():
                 want = original(q, k, v, bias._materialize(q.device))
                 torch._dynamo.reset()
                 compiled = torch.compile(lambda *x: F.scaled_dot_product_attention(*x), fullgraph=True, backend="aot_eager")
-                for run in (F.scaled_dot_product_attention, compiled):
+                # on a GPU PyTorch's own cannot be compiled everywhere
+                for run in (F.scaled_dot_product_attention, compiled) if device == "cpu" else (F.scaled_dot_product_attention,):
                     assert torch.allclose(run(q, k, v, bias), want, rtol=0, atol=1e-5), (make_bias, sq, sk)
         torch._dynamo.reset()
         q = torch.randn(1, 2, 3, 16)
         assert F.scaled_dot_product_attention(q, q, q.as_subclass(Mine)) == "mine"
+        # a compiler leaves such a call out, or says that it cannot
+        call = lambda *x: F.scaled_dot_product_attention(*x)
+        assert torch.compile(call, backend="aot_eager")(q, q, q.as_subclass(Mine)) == "mine"
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(call, backend="aot_eager", fullgraph=True)(q, q, q.as_subclass(Mine))
+        for plain in (torch.nn.Buffer(q), torch.nn.Parameter(q)):
+            torch._dynamo.reset()
+            got = torch.compile(call, backend="aot_eager", fullgraph=True)(plain, plain, plain)
+            assert torch.allclose(got, original(plain, plain, plain), rtol=0, atol=1e-5)
+        torch._dynamo.reset()
         with Mode():
             F.scaled_dot_product_attention(q, q, q)
         assert seen == [True] and F.scaled_dot_product_attention is it.scaled_dot_product_attention
@@ -608,7 +620,18 @@ def test_backends_chosen_by_sdpa_kernel_are_torchs():
             out = F.scaled_dot_product_attention(q, q, q)
             (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
             first.sum().backward()
-    assert q.grad.abs().sum() > 0
+        assert q.grad.abs().sum() > 0
+
+        def chosen(q):
+            with sdpa_kernel(SDPBackend.MATH):
+                return F.scaled_dot_product_attention(q, q, q)
+
+        graphs = []
+        for run in (chosen, lambda q: F.scaled_dot_product_attention(q, q, q)):
+            torch._dynamo.reset()
+            torch.compile(run, fullgraph=True, backend=lambda graph, _: graphs.append(graph.code) or graph)(q)
+        torch._dynamo.reset()
+    assert ["attention_forward" in x for x in graphs] == [False, True]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -411,7 +411,7 @@ def _attention(q, k, v, causal, window, align, softmax_scale, softcap, bias, ali
 
 _functional = torch.nn.functional
 _original = _functional.scaled_dot_product_attention
-_KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
+_KINDS = (Tensor, torch.nn.Parameter, FakeTensor, getattr(torch.nn, "Buffer", Tensor))  # a compiler's buffers, else plain
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _on_ingot = 0
 _on_original: Counter[str] = Counter()
@@ -443,9 +443,11 @@ _OTHER_MODES = ("torch.utils._device.DeviceContext", "torch.fx.experimental.prox
 
 
 def _wants_original() -> Optional[str]:
-    """Why PyTorch's own function is meant, whatever the tensors are."""
+    """Why PyTorch's own function is meant, whatever the tensors are. In compiled code what holds while it is compiled."""
     if not (_flash() and _mem_efficient() and _math() and _cudnn()):
         return "backends chosen by torch.nn.attention.sdpa_kernel"
+    if torch.compiler.is_compiling():
+        return None
     for i in range(_function_modes()):
         kind = type(_function_mode_at(i))
         if f"{kind.__module__}.{kind.__qualname__}" not in _OTHER_MODES:
@@ -543,7 +545,7 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention, argument for argument: run by Ingot where it can be, by PyTorch's own
     function otherwise; `statistics` tells which and why. The output's memory is in q's order, [B, H, S, D] or [B, S, H, D]."""
     global _on_ingot
-    prepared = None if torch.compiler.is_compiling() else _wants_original()
+    prepared = _wants_original()
     if prepared is None and attn_mask is None and dropout_p == 0:
         out = _plain(query, key, value, is_causal, scale, enable_gqa, True)
         if out is not None:
@@ -616,11 +618,28 @@ def _run_original(*args, **kwargs) -> Tensor:
         # What the mask would do of itself, if it knew the function by the name where it looks for it.
         if type(args[3]) is CausalBias:
             return CausalBias._dispatch(*args, **kwargs)
+        for x in args[:4]:
+            if type(x) not in _KINDS and isinstance(x, Tensor) and _looks_at_functions(type(x)):
+                return _run_original_uncompiled(*args, **kwargs)
         return _original(*args, **kwargs)
     if all(type(x) in _PLAIN for x in args[:4]) and not _function_modes():
         return _original(*args, **kwargs)
     with _place.original():
         return _original(*args, **kwargs)
+
+
+def _looks_at_functions(kind: type) -> bool:
+    """Whether the subclass has a __torch_function__ of its own."""
+    for base in kind.__mro__:
+        if "__torch_function__" in base.__dict__:
+            own = base.__dict__["__torch_function__"]
+            return base is not torch._C.TensorBase and base is not Tensor and own is not torch._C._disabled_torch_function_impl
+    return False
+
+
+@torch.compiler.disable
+def _run_original_uncompiled(*args, **kwargs) -> Tensor:
+    return _run_original(*args, **kwargs)
 
 
 class _Enabled:
