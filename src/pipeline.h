@@ -212,6 +212,9 @@ typedef struct ingot__step {
 	/* GPU: the image's kernel symbol and its launch. Every kernel of an image takes the plan's one argument struct. */
 	const char *kernel;
 	uint32_t grid[3], block[3], shared_bytes;
+	/* Not in a plan's first step: its blocks may start before the step before has ended, and wait for it by themselves
+	 * (wait_for_step_before in kernels/gpu.h). From sm_90 on. */
+	bool early;
 } ingot__step;
 
 #define INGOT__STEPS 4

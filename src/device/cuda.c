@@ -37,41 +37,55 @@ enum {
 	ATTRIBUTE_SHARED_OPTIN = 97,
 	FUNCTION_STATIC_SHARED = 1,
 	FUNCTION_DYNAMIC_SHARED_MOST = 8,
+	LAUNCH_PROGRAMMATIC_SERIALIZATION = 6,
 	MAP_UINT16 = 1,
 	MAP_SWIZZLE_128 = 3,
 	MAP_PROMOTION_256 = 3
 };
 
-#define FUNCTIONS(X)                                                                                                   \
-	X(CUresult, cuInit, (unsigned flags))                                                                              \
-	X(CUresult, cuGetErrorName, (CUresult error, const char **name))                                                   \
-	X(CUresult, cuGetErrorString, (CUresult error, const char **text))                                                 \
-	X(CUresult, cuDeviceGetCount, (int *count))                                                                        \
-	X(CUresult, cuDeviceGet, (CUdevice * device, int ordinal))                                                         \
-	X(CUresult, cuDeviceGetName, (char *name, int length, CUdevice device))                                            \
-	X(CUresult, cuDeviceGetPCIBusId, (char *id, int length, CUdevice device))                                          \
-	X(CUresult, cuDeviceGetAttribute, (int *value, int attribute, CUdevice device))                                    \
-	X(CUresult, cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                                      \
-	X(CUresult, cuCtxGetCurrent, (CUcontext * context))                                                                \
-	X(CUresult, cuCtxPushCurrent_v2, (CUcontext context))                                                              \
-	X(CUresult, cuCtxPopCurrent_v2, (CUcontext * context))                                                             \
-	X(CUresult, cuCtxGetDevice, (CUdevice * device))                                                                   \
-	X(CUresult, cuStreamGetCtx, (CUstream stream, CUcontext * context))                                                \
-	X(CUresult, cuStreamIsCapturing, (CUstream stream, int *status))                                                   \
-	X(CUresult, cuLibraryLoadData,                                                                                     \
-	  (CUlibrary * library, const void *code, int *jit, void **jit_values, unsigned jit_count, int *options,           \
-	   void **option_values, unsigned option_count))                                                                   \
-	X(CUresult, cuLibraryUnload, (CUlibrary library))                                                                  \
-	X(CUresult, cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char *name))                          \
-	X(CUresult, cuKernelGetAttribute, (int *value, int attribute, CUkernel kernel, CUdevice device))                   \
-	X(CUresult, cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device))                    \
-	X(CUresult, cuLaunchKernel,                                                                                        \
-	  (CUkernel kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, \
-	   CUstream stream, void **parameters, void **extra))                                                              \
-	X(CUresult, cuTensorMapEncodeTiled,                                                                                \
-	  (void *map, int type, unsigned rank, void *data, const uint64_t *extent, const uint64_t *stride_bytes,           \
-	   const unsigned *box, const unsigned *element_stride, int interleave, int swizzle, int promotion, int fill))     \
-	X(CUresult, cuMemAllocAsync, (CUdeviceptr * memory, size_t size, CUstream stream))                                 \
+typedef struct CUlaunchAttribute {
+	int id;
+	union {
+		int number;
+		_Alignas(8) char bytes[64];
+	} value;
+} CUlaunchAttribute;
+
+typedef struct CUlaunchConfig {
+	unsigned grid[3], block[3], shared_bytes;
+	CUstream stream;
+	CUlaunchAttribute *attribute;
+	unsigned attributes;
+} CUlaunchConfig;
+
+#define FUNCTIONS(X)                                                                                                \
+	X(CUresult, cuInit, (unsigned flags))                                                                           \
+	X(CUresult, cuGetErrorName, (CUresult error, const char **name))                                                \
+	X(CUresult, cuGetErrorString, (CUresult error, const char **text))                                              \
+	X(CUresult, cuDeviceGetCount, (int *count))                                                                     \
+	X(CUresult, cuDeviceGet, (CUdevice * device, int ordinal))                                                      \
+	X(CUresult, cuDeviceGetName, (char *name, int length, CUdevice device))                                         \
+	X(CUresult, cuDeviceGetPCIBusId, (char *id, int length, CUdevice device))                                       \
+	X(CUresult, cuDeviceGetAttribute, (int *value, int attribute, CUdevice device))                                 \
+	X(CUresult, cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                                   \
+	X(CUresult, cuCtxGetCurrent, (CUcontext * context))                                                             \
+	X(CUresult, cuCtxPushCurrent_v2, (CUcontext context))                                                           \
+	X(CUresult, cuCtxPopCurrent_v2, (CUcontext * context))                                                          \
+	X(CUresult, cuCtxGetDevice, (CUdevice * device))                                                                \
+	X(CUresult, cuStreamGetCtx, (CUstream stream, CUcontext * context))                                             \
+	X(CUresult, cuStreamIsCapturing, (CUstream stream, int *status))                                                \
+	X(CUresult, cuLibraryLoadData,                                                                                  \
+	  (CUlibrary * library, const void *code, int *jit, void **jit_values, unsigned jit_count, int *options,        \
+	   void **option_values, unsigned option_count))                                                                \
+	X(CUresult, cuLibraryUnload, (CUlibrary library))                                                               \
+	X(CUresult, cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char *name))                       \
+	X(CUresult, cuKernelGetAttribute, (int *value, int attribute, CUkernel kernel, CUdevice device))                \
+	X(CUresult, cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device))                 \
+	X(CUresult, cuLaunchKernelEx, (const CUlaunchConfig *config, CUkernel kernel, void **parameters, void **extra)) \
+	X(CUresult, cuTensorMapEncodeTiled,                                                                             \
+	  (void *map, int type, unsigned rank, void *data, const uint64_t *extent, const uint64_t *stride_bytes,        \
+	   const unsigned *box, const unsigned *element_stride, int interleave, int swizzle, int promotion, int fill))  \
+	X(CUresult, cuMemAllocAsync, (CUdeviceptr * memory, size_t size, CUstream stream))                              \
 	X(CUresult, cuMemFreeAsync, (CUdeviceptr memory, CUstream stream))
 
 #define DECLARE(result, name, parameters) static result(*name) parameters;
@@ -355,8 +369,14 @@ static ingot_status launch(void *stream, void *kernel, const ingot__step *step, 
                            size_t arguments_size) {
 	(void)arguments_size; /* image.c compared it with the image's */
 	void *parameters[] = {(void *)(uintptr_t)arguments};
-	const CUresult e = cuLaunchKernel(kernel, step->grid[0], step->grid[1], step->grid[2], step->block[0],
-	                                  step->block[1], step->block[2], step->shared_bytes, stream, parameters, NULL);
+	CUlaunchAttribute early = {.id = LAUNCH_PROGRAMMATIC_SERIALIZATION, .value.number = 1};
+	const CUlaunchConfig config = {.grid = {step->grid[0], step->grid[1], step->grid[2]},
+	                               .block = {step->block[0], step->block[1], step->block[2]},
+	                               .shared_bytes = step->shared_bytes,
+	                               .stream = stream,
+	                               .attribute = &early,
+	                               .attributes = step->early};
+	const CUresult e = cuLaunchKernelEx(&config, kernel, parameters, NULL);
 	if (!e) return INGOT_OK;
 	char what[96];
 	snprintf(what, sizeof what, "kernel %.64s cannot be launched", step->kernel);

@@ -47,6 +47,18 @@ DEVICE int warp_id() {
 DEVICE void block_barrier() {
 	__syncthreads();
 }
+/* In a step that starts early: what the step before wrote is there from here on. */
+DEVICE void wait_for_step_before() {
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+	asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+/* The next step, if it starts early, may take the places that this one's last blocks leave. */
+DEVICE void start_next_step() {
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+	asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 DEVICE float lane_xor(float x, int mask) {
 	return __shfl_xor_sync(0xffffffffu, x, mask);
 }

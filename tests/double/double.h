@@ -54,6 +54,7 @@ typedef struct double_event {
 	size_t bytes;
 	char kernel[64]; /* of LAUNCH, and so all below */
 	uint32_t grid[3], block[3], shared_bytes;
+	bool early; /* may overlap the launch ahead of it */
 	size_t arguments_size;
 	unsigned char arguments[4096];
 } double_event;

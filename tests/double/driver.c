@@ -283,7 +283,7 @@ static bool only_warm_calls(bool own_memory) {
 static int every_launch(void *argument) {
 	(void)argument;
 	double_devices(2);
-	int ran = 0;
+	int ran = 0, early = 0;
 	uint32_t most_shared = 0;
 	ingot_implementation impl;
 	for (int32_t index = 0; ingot_implementation_get(index, &impl) == INGOT_OK; index++) {
@@ -315,9 +315,11 @@ static int every_launch(void *argument) {
 					check_events(&c, &impl, index, stream, context, o.workspace, workspace_bytes);
 					CHECK(only_warm_calls(!given), "%s: a prepared call loads or allocates", impl.name);
 					CHECK(double_current() == before, "%s: the caller's context is not restored", impl.name);
-					for (int i = 0; i < double_events(); i++)
+					for (int i = 0; i < double_events(); i++) {
 						if (double_event_at(i).shared_bytes > most_shared)
 							most_shared = double_event_at(i).shared_bytes;
+						early += double_event_at(i).early;
+					}
 					ran++;
 				}
 		}
@@ -330,6 +332,7 @@ static int every_launch(void *argument) {
 	       most_shared);
 	fflush(stdout);
 	CHECK(ran >= 100, "%d", ran);
+	CHECK(early, "no second step starts before the first has ended");
 	CHECK(most_shared > 49152, "no launch needs more shared memory than is granted without asking");
 	return finish();
 }
@@ -543,7 +546,7 @@ static int callers_memory(void *argument) {
 	double_make_current(other);
 	CHECK(!make(&c, RUN, on(0, NULL), &o), "%s", ingot_last_error());
 	CHECK(taken == 0 && double_events() > 1 && double_event_at(0).kind == DOUBLE_LAUNCH, "%d", taken);
-	double_inject("cuLaunchKernel", 1, 700, false);
+	double_inject("cuLaunchKernelEx", 1, 700, false);
 	CHECK(make(&c, RUN, on(0, NULL), &o) == INGOT_DRIVER && taken == 0, "%d", taken);
 	double_forget();
 	shift = 16;
@@ -690,7 +693,7 @@ static int fail_once(void *argument) {
 		CHECK(strstr(sentence, double_error_name(t->error)), "%s: no name of the error in: %s", where, sentence);
 		CHECK(!t->lost || strstr(sentence, "context is lost"), "%s: %s", where, sentence);
 		/* the statuses that the header allows, and no other than INGOT_DRIVER once work was queued */
-		const bool queued = !strcmp(where, "cuLaunchKernel") || !strcmp(where, "cuMemFreeAsync");
+		const bool queued = !strcmp(where, "cuLaunchKernelEx") || !strcmp(where, "cuMemFreeAsync");
 		const ingot_status want = starts_with(where, "cuInit") || starts_with(where, "cuDeviceGet") ? INGOT_NO_DEVICE
 		                          : queued || starts_with(where, "cuCtxPop")                        ? INGOT_DRIVER
 		                          : t->error == 2                                           ? INGOT_OUT_OF_MEMORY
@@ -757,7 +760,7 @@ static int nameless(void *argument) {
 	const call c = forward(NULL);
 	const ingot_options o = options_of(&c);
 	CHECK(!make(&c, RUN, on(0, NULL), &o), "%s", ingot_last_error());
-	double_inject("cuLaunchKernel", 0, 12345, false);
+	double_inject("cuLaunchKernelEx", 0, 12345, false);
 	CHECK(make(&c, RUN, on(0, NULL), &o) == INGOT_DRIVER && strstr(ingot_last_error(), "12345"), "%s",
 	      ingot_last_error());
 	return finish();

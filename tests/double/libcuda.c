@@ -604,17 +604,50 @@ ENTRY(CUresult, cuTensorMapEncodeTiled,
 	return leave(SUCCESS);
 }
 
-ENTRY(CUresult, cuLaunchKernel,
-      (object * kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
-       void *stream, void **parameters, void **extra)) {
-	CALL(cuLaunchKernel);
+typedef struct launch_attribute {
+	uint32_t id, unused;
+	union {
+		uint32_t programmatic_serialization_allowed;
+		uint64_t unused[8];
+	} value;
+} launch_attribute;
+
+typedef struct launch_config {
+	uint32_t gx, gy, gz, bx, by, bz, shared;
+	void *stream;
+	const launch_attribute *attributes;
+	uint32_t attribute_count;
+} launch_config;
+
+/* Whether the kernel may start before the work ahead of it in the stream has ended. */
+static bool starts_early(const launch_config *c, const char *name) {
+	bool early = false;
+	for (uint32_t i = 0; i < c->attribute_count; i++) {
+		if (c->attributes[i].id == 6) early = c->attributes[i].value.programmatic_serialization_allowed;
+		else fault("%s: launch attribute %u", name, c->attributes[i].id);
+	}
+	return early;
+}
+
+ENTRY(CUresult, cuLaunchKernelEx, (const launch_config *config, object *kernel, void **parameters, void **extra)) {
+	CALL(cuLaunchKernelEx);
+	void *const stream = config->stream;
+	const uint32_t shared = config->shared;
 	object *context;
 	const CUresult e = context_of(stream, &context);
 	if (e) return leave(e);
 	if (!is_kernel(kernel, context->device)) return leave(INVALID_HANDLE);
-	const uint32_t grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
+	const uint32_t grid[3] = {config->gx, config->gy, config->gz}, block[3] = {config->bx, config->by, config->bz};
 	if (!legal_launch(kernel, context->device, grid, block, shared)) return leave(LAUNCH_OUT_OF_RESOURCES);
+	const bool early = starts_early(config, kernel->name);
+	/* what it overlaps must be a kernel of the same call, which knows of it */
+	const double_event *before = NULL;
+	for (int i = 0; i < event_count && i < EVENTS; i++)
+		if (events[i].stream == stream && events[i].context == context) before = &events[i];
+	if (early && (!before || before->kind != DOUBLE_LAUNCH))
+		fault("%s: starts early, but no kernel is ahead of it", kernel->name);
 	double_event *const event = queue(DOUBLE_LAUNCH, context, stream);
+	event->early = early;
 	memcpy(event->kernel, kernel->name, sizeof event->kernel);
 	memcpy(event->grid, grid, sizeof grid);
 	memcpy(event->block, block, sizeof block);

@@ -27,7 +27,7 @@ ALLOC, FREE, LAUNCH = range(3)
 class Event(Structure):
     _fields_ = [("kind", c_int), ("device", c_int), ("context", c_void_p), ("stream", c_void_p), ("memory", c_void_p),
                 ("bytes", ctypes.c_size_t), ("kernel", ctypes.c_char * 64), ("grid", c_uint32 * 3), ("block", c_uint32 * 3),
-                ("shared_bytes", c_uint32), ("arguments_size", ctypes.c_size_t), ("arguments", c_uint8 * 4096)]  # fmt: skip
+                ("shared_bytes", c_uint32), ("early", ctypes.c_bool), ("arguments_size", ctypes.c_size_t), ("arguments", c_uint8 * 4096)]  # fmt: skip
 
 
 double.double_event_at.restype = Event

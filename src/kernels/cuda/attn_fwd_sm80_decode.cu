@@ -25,7 +25,7 @@ enum { PARTS, TILES }; /* numbers: parts of a tile at most, tiles of a key head 
 #define BLOCK_WARPS(head) ((head) <= 128 ? 4 : 2)
 #define STAGE_BYTES(head) ((head) <= 128 ? 8192 : 16384) /* K and V of a tile of keys */
 #define TILE_KEYS(head, size) (STAGE_BYTES(head) / 2 / ((head) * (size)))
-#define MERGE_THREADS 128
+#define MERGE_THREADS(parts) ((parts) > 16 ? 256 : 128)
 
 #ifdef INGOT_HOST
 
@@ -143,8 +143,11 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	/* of each row and part the sums, and their maximum and total */
 	out->workspace_bytes = (uint64_t)(rows * parts * (p->head_dim_v + 2)) * 4;
 	out->steps = 2;
-	out->step[1] = (ingot__step){
-		.name = "merge", .kernel = kernels[1], .block = {MERGE_THREADS, 1, 1}, .grid = {(uint32_t)rows, 1, 1}};
+	out->step[1] = (ingot__step){.name = "merge",
+	                             .kernel = kernels[1],
+	                             .block = {MERGE_THREADS(parts), 1, 1},
+	                             .grid = {(uint32_t)rows, 1, 1},
+	                             .early = ingot__gpu_tier(device) == 2};
 }
 
 const ingot__impl ingot__impl_attn_fwd_sm80_decode = {
@@ -405,6 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80_decode(const
 	const int head_k = (int)(x % (uint32_t)a.heads_k);
 	x /= (uint32_t)a.heads_k;
 	const int part = (int)(x % (uint32_t)a.number[PARTS]), b = (int)(x / (uint32_t)a.number[PARTS]);
+	start_next_step();
 	const share t = make_share(a, b, tile);
 	if (t.rows <= 0 || part >= t.parts) return;
 	const int begin = t.first + part * t.each, end = begin + t.each < t.last ? begin + t.each : t.last;
@@ -591,17 +595,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_fwd_sm80_decode(const
 }
 
 /* A block merges the parts of one output row. */
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS(PARTS_MOST))
 	attn_fwd_sm80_decode_merge(const __grid_constant__ ingot__gpu_args a) {
-	enum { GROUPS = MERGE_THREADS / COLUMNS_4 };
+	enum { AHEAD = 5 };
 	__shared__ float weights[PARTS_MOST], result[2];
-	__shared__ float4 sums[MERGE_THREADS];
+	__shared__ float4 sums[MERGE_THREADS(PARTS_MOST)];
 	const uint32_t rows = (uint32_t)(a.max_seqlen_q * a.group), pair = blockIdx.x / rows;
 	const int row = (int)(blockIdx.x % rows), head_k = (int)(pair % (uint32_t)a.heads_k),
 			  b = (int)(pair / (uint32_t)a.heads_k);
 	const share t = make_share(a, b, row / TILE_ROWS);
 	if (row - t.row >= t.rows) return;
 	const index_t first = record(a, b, head_k, row);
+	const int groups = blockDim.x / COLUMNS_4, group = thread_id() / COLUMNS_4, column = thread_id() % COLUMNS_4 * 4;
+	const bool reads = column < a.head_dim_v;
+	const float *const from = (const float *)a.workspace + first * a.head_dim_v + column;
+	wait_for_step_before();
+	/* the first sums are on their way while their weights are */
+	float4 ahead[AHEAD];
+#pragma unroll
+	for (int x = 0; x < AHEAD; x++) {
+		const int n = group + x * groups;
+		if (reads && n < t.parts) ahead[x] = *(const float4 *)(from + (index_t)n * a.head_dim_v);
+	}
 	if (warp_id() == 0) {
 		const float2 *const stats = record_stats(a, first);
 		float high = -INFINITY, total = 0;
@@ -618,19 +633,21 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 		if (lane_id() == 0) result[0] = high, result[1] = total;
 	}
 	block_barrier();
-	const int column = thread_id() % COLUMNS_4 * 4, group = thread_id() / COLUMNS_4;
 	float4 sum = make_float4(0, 0, 0, 0);
-	if (column < a.head_dim_v) {
-		const float *const from = (const float *)a.workspace + first * a.head_dim_v + column;
+	if (reads) {
+#pragma unroll
+		for (int x = 0; x < AHEAD; x++) {
+			const int n = group + x * groups;
+			if (n < t.parts) add_weighted(sum, weights[n], ahead[x]);
+		}
 #pragma unroll 4
-		for (int n = group; n < t.parts; n += GROUPS)
+		for (int n = group + AHEAD * groups; n < t.parts; n += groups)
 			add_weighted(sum, weights[n], *(const float4 *)(from + (index_t)n * a.head_dim_v));
 	}
 	sums[thread_id()] = sum;
 	block_barrier();
-	if (group || column >= a.head_dim_v) return;
-#pragma unroll
-	for (int n = 1; n < GROUPS; n++) add_weighted(sum, 1.0f, sums[n * COLUMNS_4 + thread_id()]);
+	if (group || !reads) return;
+	for (int n = 1; n < groups; n++) add_weighted(sum, 1.0f, sums[n * COLUMNS_4 + thread_id()]);
 	finish(a, t, b, head_k, row, column, result[0], result[1], sum);
 }
 #endif
