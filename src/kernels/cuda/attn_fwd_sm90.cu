@@ -15,28 +15,37 @@
  */
 #include "sm90.h"
 
-/* masked: causal, window, variable length; capped: also softcap */
-enum { CLASS_PLAIN, CLASS_MASKED, CLASS_CAPPED, CLASSES };
+/* masked: causal, window, variable length; paged: as masked, with pages; capped: as these, with a softcap; long: as masked or paged, with
+ * sums that are folded */
+enum { CLASS_PLAIN, CLASS_MASKED, CLASS_CAPPED, CLASS_LONG, CLASS_PAGED, CLASSES };
 enum { Q_MAP, K_MAP, V_MAP, OUT_MAP, MAPS };
-enum { TILES_PER_HEAD, SECTION, ORDERED, EVEN, STEPS }; /* numbers */
+enum { TILES_PER_HEAD, SECTION, ORDERED, EVEN, STEPS, PIECE, BLOCK_PAGES, BLOCK_ROWS, FOLDS_AT }; /* numbers */
 /* Bits of STEPS: axes along which a tensor moves. Others are broadcast by stride 0, which the copy engine does not know. */
 enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH = 32 };
 
-/* By head size of Q and K, and of V: row warpgroups, keys of a block, buffers for Q. Two blocks of K and V each are in flight. */
+/* By head size of Q and K, and of V: row warpgroups, keys of a block, buffers for Q. */
 #define GROUPS(head) ((head) <= 64 ? 3 : 2)
 #define KEYS(head, value) ((head) <= 128 || (value) <= 128 ? 128 : (head) <= 192 ? 96 : 64)
 #define Q_STAGES(head) ((head) <= 128 ? 2 : 1)
-#define KV_STAGES 2
+/* Blocks of K and of V in flight. Pages come in many copies, which take longer: where there is room, there are more of them. */
+#define K_STAGES(head, class) ((class) != CLASS_PAGED ? 2 : (head) <= 64 ? 4 : (head) <= 128 || (head) > 192 ? 3 : 2)
+#define V_STAGES(head, class) ((class) == CLASS_PAGED && (head) <= 64 ? 3 : 2)
 #define TILE_STAGES 4
 /* Where there is room, a tile's output has memory of its own, else that of its queries. */
-#define OUT_BYTES(head, value) (Q_STAGES(head) > 1 ? TILE_BYTES(64 * GROUPS(head), value) : 0)
+#define OUT_BYTES(head, value, class) \
+	((head) <= 64 || ((head) <= 128 && (class) != CLASS_PAGED) ? TILE_BYTES(64 * GROUPS(head), value) : 0)
 #define CONTROL_BYTES 512
-#define SHARED_BYTES(head, value)                                                               \
-	(Q_STAGES(head) * TILE_BYTES(64 * GROUPS(head), head) +                                     \
-	 KV_STAGES * (TILE_BYTES(KEYS(head, value), head) + TILE_BYTES(KEYS(head, value), value)) + \
-	 OUT_BYTES(head, value) + CONTROL_BYTES)
+#define SHARED_BYTES(head, value, class)                           \
+	(Q_STAGES(head) * TILE_BYTES(64 * GROUPS(head), head) +        \
+	 K_STAGES(head, class) * TILE_BYTES(KEYS(head, value), head) + \
+	 V_STAGES(head, class) * TILE_BYTES(KEYS(head, value), value) + OUT_BYTES(head, value, class) + CONTROL_BYTES)
 /* Rows and keys are counted in 32 bits, with room for sums. */
 #define FAR (1 << 30)
+/* Matrix units cut off what they add below the last bit of the sum: of n equal terms about n / 2^26 is lost, which must stay below
+ * half a unit of the result's type. Where there are more keys, the sums go to memory every FOLD_BLOCKS and are added there by rounding. */
+#define KEYS_UNFOLDED(type) ((type) == 2 ? 16384 : 131072)
+#define FOLD_BLOCKS 64
+#define FOLD_BYTES(head, value) (128 * GROUPS(head) * ((value) / 8 + 1) * 16)
 /* The workspace: places of tiles in a head, those with most keys first. */
 struct place {
 	int32_t batch, tile;
@@ -51,9 +60,10 @@ enum { ORDER_THREADS = 1024, LENGTHS = 2 * ORDER_THREADS, PLACES = 1 << 22 };
 #define IMAGE(type, number, head, value, class, name)                                                                  \
 	{type "_d" #head "v" #value "_" name, "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=" #class, \
 	 0}
-#define IMAGES(type, number, head, value)                                                        \
-	IMAGE(type, number, head, value, 0, "plain"), IMAGE(type, number, head, value, 1, "masked"), \
-		IMAGE(type, number, head, value, 2, "capped")
+#define IMAGES(type, number, head, value)                                                           \
+	IMAGE(type, number, head, value, 0, "plain"), IMAGE(type, number, head, value, 1, "masked"),    \
+		IMAGE(type, number, head, value, 2, "capped"), IMAGE(type, number, head, value, 3, "long"), \
+		IMAGE(type, number, head, value, 4, "paged")
 #define HEADS(type, number)                                                                     \
 	IMAGES(type, number, 64, 64), IMAGES(type, number, 96, 96), IMAGES(type, number, 128, 128), \
 		IMAGES(type, number, 192, 128), IMAGES(type, number, 192, 192), IMAGES(type, number, 256, 256)
@@ -75,6 +85,26 @@ static int64_t tiles_per_head(const ingot__problem *p, int head) {
 	return (p->q_side.max_seqlen + 64 * GROUPS(head) - 1) / (64 * GROUPS(head));
 }
 
+/* K or V with its rows, heads and batches, or pages, in the order that tensor maps have. */
+static ingot_tensor rows_of(const ingot__problem *p, const ingot_tensor *t) {
+	ingot_tensor x = *t;
+	if (p->features & INGOT__PAGED) {
+		x.shape[1] = t->shape[2], x.stride[1] = t->stride[2];
+		x.shape[2] = t->shape[1], x.stride[2] = t->stride[1];
+	}
+	return x;
+}
+
+/* Rows of a page that one copy fetches: the most that divide a page and a block. */
+static int64_t piece_rows(const ingot__problem *p, int64_t keys) {
+	int64_t piece = p->pages.page_size;
+	while (piece) {
+		const int64_t rest = keys % piece;
+		keys = piece, piece = rest;
+	}
+	return keys;
+}
+
 static const char *refuse(const ingot__problem *p, const ingot__device *device, int *variant) {
 	(void)device;
 	INGOT__REFUSE_IF(p->q.dtype != INGOT_F16 && p->q.dtype != INGOT_BF16,
@@ -87,7 +117,8 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	                 "a head size that is no multiple of 8: rows are copied in 16-byte pieces");
 	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED,
 	                 "a base address or stride of q, k, v or out that is no multiple of 16 bytes");
-	INGOT__REFUSE_IF(p->features & INGOT__PAGED, "pages");
+	INGOT__REFUSE_IF(p->features & INGOT__PAGED && p->pages.page_size % 8,
+	                 "pages of a number of rows that is no multiple of 8: the copy engine swizzles 8 at a time");
 	INGOT__REFUSE_IF(p->features & (INGOT__BIAS | INGOT__BIAS_BOOL), "a bias");
 	INGOT__REFUSE_IF(p->features & INGOT__ALIBI, "ALiBi");
 	INGOT__REFUSE_IF(p->features & INGOT__DROPOUT || p->dropout_seed_out.dtype != INGOT_NONE ||
@@ -95,19 +126,21 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	                 "dropout");
 	INGOT__REFUSE_IF(!(p->features & INGOT__SOFTCAP) && (p->softmax_scale < 0 || p->softmax_scale > 0.69),
 	                 "a softmax_scale below 0 or above 0.69: maxima are kept of q.k itself");
-	INGOT__REFUSE_IF(!can_map(&p->q) || !can_map(&p->k) || !can_map(&p->v) || !can_map(&p->out),
+	const ingot_tensor k = rows_of(p, &p->k), v = rows_of(p, &p->v);
+	INGOT__REFUSE_IF(!can_map(&p->q) || !can_map(&k) || !can_map(&v) || !can_map(&p->out),
 	                 "a row stride of 0 or a stride of 2^40 bytes in q, k, v or out, which the copy engine cannot do");
-	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR,
-	                 "as many rows as the copy engine cannot count");
-	/* Matrix units cut off what they add below the last bit of the sum: of n equal terms about n / 2^26 is lost, which must stay
-	 * below half a unit of the result's type. */
-	INGOT__REFUSE_IF(p->q.dtype == INGOT_F16 && p->k_side.max_seqlen > 16384,
-	                 "more than 16384 keys in fp16: sums this long lose bits of the result");
-	INGOT__REFUSE_IF(p->k_side.max_seqlen > 131072,
-	                 "more than 131072 keys in bf16: sums this long lose bits of the result");
+	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR || p->pages.count > FAR ||
+	                     p->pages.page_size > FAR,
+	                 "as many rows or pages as the copy engine cannot count");
+	const bool folds = p->k_side.max_seqlen > KEYS_UNFOLDED(p->q.dtype);
+	INGOT__REFUSE_IF(
+		folds && p->features & INGOT__SOFTCAP,
+		"a softcap with more than 16384 keys in fp16 or 131072 in bf16: sums this long lose bits of the result");
 	INGOT__REFUSE_IF((double)tiles_per_head(p, sizes[size].head) * (double)p->batch * (double)p->heads_q > 1e9,
 	                 "more than 1e9 tiles of query rows");
-	const int class = p->features & INGOT__SOFTCAP                  ? CLASS_CAPPED
+	const int class = folds                                         ? CLASS_LONG
+	                  : p->features & INGOT__SOFTCAP                ? CLASS_CAPPED
+	                  : p->features & INGOT__PAGED                  ? CLASS_PAGED
 	                  : p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED
 	                                                                : CLASS_PLAIN;
 	*variant = ((p->q.dtype == INGOT_BF16) * SIZES + size) * CLASSES + class;
@@ -136,14 +169,20 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	} else if (!a->number[EVEN])
 		a->number[SECTION] = (int32_t)section_heads(device, p->batch * p->heads_q, p->group, per_head,
 		                                            (double)p->k_side.max_seqlen * (double)key_bytes);
-	a->number[STEPS] = (p->q.stride[1] ? Q_HEADS : 0) | (p->q.stride[0] ? Q_BATCH : 0) |
-	                   (p->k.stride[1] ? K_HEADS : 0) | (p->k.stride[0] ? K_BATCH : 0) |
-	                   (p->v.stride[1] ? V_HEADS : 0) | (p->v.stride[0] ? V_BATCH : 0);
+	const ingot_tensor k = rows_of(p, &p->k), v = rows_of(p, &p->v);
+	a->number[STEPS] = (p->q.stride[1] ? Q_HEADS : 0) | (p->q.stride[0] ? Q_BATCH : 0) | (k.stride[1] ? K_HEADS : 0) |
+	                   (k.stride[0] ? K_BATCH : 0) | (v.stride[1] ? V_HEADS : 0) | (v.stride[0] ? V_BATCH : 0);
+	if (p->features & INGOT__PAGED) {
+		a->number[PIECE] = (int32_t)piece_rows(p, KEYS(head, value));
+		a->number[BLOCK_PAGES] = (int32_t)(KEYS(head, value) / p->pages.page_size);
+		a->number[BLOCK_ROWS] = (int32_t)(KEYS(head, value) % p->pages.page_size);
+	}
+	const int rows = a->number[PIECE] ? a->number[PIECE] : KEYS(head, value);
 	/* without keys, nothing is fetched: any tensor will do */
-	const bool keys = p->k.shape[0] && p->k.shape[2];
+	const bool keys = k.shape[0] && k.shape[2];
 	out->map[Q_MAP] = map_of(Q_MAP, &p->q, 64);
-	out->map[K_MAP] = map_of(K_MAP, keys ? &p->k : &p->q, KEYS(head, value));
-	out->map[V_MAP] = map_of(V_MAP, keys ? &p->v : &p->out, KEYS(head, value));
+	out->map[K_MAP] = map_of(K_MAP, keys ? &k : &p->q, rows);
+	out->map[V_MAP] = map_of(V_MAP, keys ? &v : &p->out, rows);
 	out->map[OUT_MAP] = map_of(OUT_MAP, &p->out, 64);
 	out->maps = MAPS;
 	if (a->number[ORDERED]) {
@@ -151,12 +190,17 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 		out->step[out->steps++] =
 			(ingot__step){.name = "order", .kernel = kernels[0], .block = {ORDER_THREADS, 1, 1}, .grid = {1, 1, 1}};
 	}
-	out->step[out->steps++] =
-		(ingot__step){.name = "rows",
-	                  .kernel = kernels[1],
-	                  .block = {128 * (1 + (uint32_t)GROUPS(head)), 1, 1},
-	                  .shared_bytes = (uint32_t)SHARED_BYTES(head, value),
-	                  .grid = {(uint32_t)(tiles < device->multiprocessors ? tiles : device->multiprocessors), 1, 1}};
+	const int64_t blocks = tiles < device->multiprocessors ? tiles : device->multiprocessors;
+	if (out->variant % CLASSES == CLASS_LONG) {
+		const uint64_t at = (out->workspace_bytes + 255) / 256 * 256;
+		a->number[FOLDS_AT] = (int32_t)(at / 256);
+		out->workspace_bytes = at + (uint64_t)blocks * FOLD_BYTES(head, value);
+	}
+	out->step[out->steps++] = (ingot__step){.name = "rows",
+	                                        .kernel = kernels[1],
+	                                        .block = {128 * (1 + (uint32_t)GROUPS(head)), 1, 1},
+	                                        .shared_bytes = (uint32_t)SHARED_BYTES(head, value, out->variant % CLASSES),
+	                                        .grid = {(uint32_t)blocks, 1, 1}};
 }
 
 const ingot__impl ingot__impl_attn_fwd_sm90 = {
@@ -178,6 +222,9 @@ const ingot__impl ingot__impl_attn_fwd_sm90 = {
 enum {
 	MASKED = CLASS != CLASS_PLAIN,
 	CAPPED = CLASS == CLASS_CAPPED,
+	LONG = CLASS == CLASS_LONG,
+	PAGED = CLASS == CLASS_PAGED,
+	MAYBE_PAGED = CAPPED || LONG,
 	OWNERS = GROUPS(HEAD),
 	BM = 64 * OWNERS,
 	BN = KEYS(HEAD, VALUE),
@@ -186,28 +233,32 @@ enum {
 	K_BYTES = TILE_BYTES(BN, HEAD),
 	V_BYTES = TILE_BYTES(BN, VALUE),
 	OUT_GROUP_BYTES = TILE_BYTES(64, VALUE),
-	OWN_OUT = OUT_BYTES(HEAD, VALUE) != 0,
+	K_BUFFERS = K_STAGES(HEAD, CLASS),
+	V_BUFFERS = V_STAGES(HEAD, CLASS),
+	OWN_OUT = OUT_BYTES(HEAD, VALUE, CLASS) != 0,
+	/* with two buffers for Q, that of a tile is given back only in the next tile: nobody waits for the copy of its output */
+	OWING = !OWN_OUT && Q_STAGES(HEAD) == 2,
 	/* Q as the first operand comes from registers where they suffice: one read of shared memory less for each product */
 	Q_HELD = HEAD > 64 && HEAD <= 128,
 	OWNER_REGISTERS = OWNERS == 3 ? 160 : 232,
 	HELPER_REGISTERS = OWNERS == 3 ? 32 : 40,
 	/* shared memory */
 	AT_K = Q_STAGES(HEAD) * Q_BYTES,
-	AT_V = AT_K + KV_STAGES * K_BYTES,
-	AT_OUT = AT_V + KV_STAGES * V_BYTES,
-	AT_TILES = AT_OUT + OUT_BYTES(HEAD, VALUE),
+	AT_V = AT_K + K_BUFFERS * K_BYTES,
+	AT_OUT = AT_V + V_BUFFERS * V_BYTES,
+	AT_TILES = AT_OUT + OUT_BYTES(HEAD, VALUE, CLASS),
 	AT_Q_FULL = AT_TILES + 64 * TILE_STAGES,
 	AT_Q_EMPTY = AT_Q_FULL + 16,
 	AT_K_FULL = AT_Q_EMPTY + 16,
-	AT_K_EMPTY = AT_K_FULL + 8 * KV_STAGES,
-	AT_V_FULL = AT_K_EMPTY + 8 * KV_STAGES,
-	AT_V_EMPTY = AT_V_FULL + 8 * KV_STAGES,
-	AT_V_FETCHED = AT_V_EMPTY + 8 * KV_STAGES,
-	AT_TILE_FULL = AT_V_FETCHED + 8 * KV_STAGES,
+	AT_K_EMPTY = AT_K_FULL + 8 * K_BUFFERS,
+	AT_V_FULL = AT_K_EMPTY + 8 * K_BUFFERS,
+	AT_V_EMPTY = AT_V_FULL + 8 * V_BUFFERS,
+	AT_V_FETCHED = AT_V_EMPTY + 8 * V_BUFFERS,
+	AT_TILE_FULL = AT_V_FETCHED + 8 * V_BUFFERS,
 	AT_TILE_EMPTY = AT_TILE_FULL + 8 * TILE_STAGES,
 	AT_END = AT_TILE_EMPTY + 8 * TILE_STAGES
 };
-static_assert(AT_END <= SHARED_BYTES(HEAD, VALUE), "barriers and tiles fit into the control bytes");
+static_assert(AT_END <= SHARED_BYTES(HEAD, VALUE, CLASS), "barriers and tiles fit into the control bytes");
 
 struct arguments {
 	ingot__gpu_args a;
@@ -306,7 +357,62 @@ DEVICE bool decode(const ingot__gpu_args &a, const schedule &w, int number, tile
 
 /* Whether a block's V holds rows that may be anything. What lies behind the tensor's last row arrives as zeros. */
 DEVICE bool needs_clearing(const ingot__gpu_args &a, const tile &t, int j0) {
-	return MASKED && (j0 < t.live_first || (j0 + BN > t.live_last && t.k_row + t.live_last < a.k_capacity));
+	return MASKED && (j0 < t.live_first || (j0 + BN > t.live_last && (PAGED || (MAYBE_PAGED && a.number[PIECE]) ||
+	                                                                  t.k_row + t.live_last < a.k_capacity)));
+}
+
+/* True in one lane of a warp whose lanes are all here: the compiler knows that it is one, and issues what follows once. */
+DEVICE bool elected() {
+	int one;
+	asm volatile("{\n"
+	             ".reg .pred one;\n"
+	             "elect.sync _|one, 0xffffffff;\n"
+	             "selp.b32 %0, 1, 0, one;\n"
+	             "}"
+	             : "=r"(one));
+	return one;
+}
+/* A warp's way over the pages of a sequence, from a block of keys to the one before it. Lane i has the place of the block's i-th piece:
+ * what a fetch needs is known before the buffer for it is free. */
+struct walk {
+	const int32_t *list;
+	int entry, row, page; /* of the list, in the page, of the map */
+};
+
+/* Behind a sequence's keys the list may hold anything: there, the page behind the last one, which arrives as zeros. */
+DEVICE void find_page(const ingot__gpu_args &a, walk &w, int keys, bool moves) {
+	w.page = (int)a.page_count;
+	if (w.entry * (int)a.page_size + w.row < keys)
+		w.page = moves ? min(max(w.list[w.entry], 0), (int)a.page_count - 1) : 0;
+}
+DEVICE walk begin_walk(const ingot__gpu_args &a, int batch, int j0, int keys, bool moves) {
+	index_t pages;
+	const int j = j0 + lane_id() * a.number[PIECE], size = (int)a.page_size;
+	walk w = {page_list(a, batch, &pages), j / size, j % size, 0};
+	find_page(a, w, keys, moves);
+	return w;
+}
+DEVICE void step_back(const ingot__gpu_args &a, walk &w, int keys, bool moves) {
+	w.entry -= a.number[BLOCK_PAGES];
+	w.row -= a.number[BLOCK_ROWS];
+	if (w.row < 0) w.row += (int)a.page_size, w.entry--;
+	find_page(a, w, keys, moves);
+}
+template <int columns>
+DEVICE void load_pages(const ingot__gpu_args &a, uint32_t to, const tensor_map *map, uint32_t barrier, const walk &w,
+                       int next_page, int next_row, int head) {
+#pragma unroll 1
+	for (int i = 0, at = 0; at < BN; at += a.number[PIECE]) {
+		const int page = next_page, row = next_row;
+		i++;
+		next_page = __shfl_sync(0xffffffffu, w.page, i);
+		next_row = __shfl_sync(0xffffffffu, w.row, i);
+		if (elected()) {
+#pragma unroll
+			for (int n = 0; n < PANELS(columns); n++)
+				load_box(to + (n * BN + at) * 128, map, barrier, n * 64, row, head, page);
+		}
+	}
 }
 
 /* Waits for the next tile. It stays in its place until every reader has called done_with_tile. */
@@ -385,54 +491,73 @@ DEVICE void decode_tiles(const ingot__gpu_args &a, uint32_t shared, unsigned cha
 	barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
 }
 
-/* One lane. */
+/* One lane; a warp where K and V are paged. */
+template <bool paged>
 DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const unsigned char *memory) {
 	const int steps = x.a.number[STEPS];
 	ring<TILE_STAGES> place = {0, 0};
 	ring<Q_STAGES(HEAD)> q = {0, 1};
-	ring<KV_STAGES> k = {0, 1};
+	ring<K_BUFFERS> k = {0, 1};
 	for (;;) {
 		const tile t = next_tile(shared, memory, place);
-		done_with_tile(shared, place);
+		if (paged) __syncwarp();
+		if (!paged || elected()) done_with_tile(shared, place);
 		place.next();
 		if (t.blocks < 0) return;
 		if (t.blocks == 0) continue;
 		const int head_q = steps & Q_HEADS ? t.head : 0, batch_q = steps & Q_BATCH ? t.q_slot : 0;
 		const int head = steps & K_HEADS ? t.head / x.a.group : 0, batch = steps & K_BATCH ? t.k_slot : 0;
 		barrier_wait(shared + AT_Q_EMPTY + 8 * q.stage, q.parity);
-		barrier_expect(shared + AT_Q_FULL + 8 * q.stage, Q_BYTES);
+		if (!paged || elected()) {
+			barrier_expect(shared + AT_Q_FULL + 8 * q.stage, Q_BYTES);
 #pragma unroll
-		for (int i = 0; i < OWNERS; i++)
-			load_tile<HEAD, 64>(shared + q.stage * Q_BYTES + i * Q_GROUP_BYTES, &x.map[Q_MAP],
-			                    shared + AT_Q_FULL + 8 * q.stage, t.q_row + i * 64, head_q, batch_q);
+			for (int i = 0; i < OWNERS; i++)
+				load_tile<HEAD, 64>(shared + q.stage * Q_BYTES + i * Q_GROUP_BYTES, &x.map[Q_MAP],
+				                    shared + AT_Q_FULL + 8 * q.stage, t.q_row + i * 64, head_q, batch_q);
+		}
 		q.next();
+		walk w;
+		if (paged) w = begin_walk(x.a, t.batch, (t.first_block + t.blocks - 1) * BN, t.keys, steps & K_BATCH);
 		for (int j0 = (t.first_block + t.blocks - 1) * BN; j0 >= t.first_block * BN; j0 -= BN) {
+			const uint32_t to = shared + AT_K + k.stage * K_BYTES, arrived = shared + AT_K_FULL + 8 * k.stage;
+			const int page = paged ? same(w.page) : 0, row = paged ? same(w.row) : 0;
 			barrier_wait(shared + AT_K_EMPTY + 8 * k.stage, k.parity);
-			barrier_expect(shared + AT_K_FULL + 8 * k.stage, K_BYTES);
-			load_tile<HEAD, BN>(shared + AT_K + k.stage * K_BYTES, &x.map[K_MAP], shared + AT_K_FULL + 8 * k.stage,
-			                    t.k_row + j0, head, batch);
+			if (!paged || elected()) barrier_expect(arrived, K_BYTES);
+			if (paged) {
+				load_pages<HEAD>(x.a, to, &x.map[K_MAP], arrived, w, page, row, head);
+				if (j0 > t.first_block * BN) step_back(x.a, w, t.keys, steps & K_BATCH);
+			} else load_tile<HEAD, BN>(to, &x.map[K_MAP], arrived, t.k_row + j0, head, batch);
 			k.next();
 		}
 	}
 }
 
-/* One lane. */
-DEVICE void fetch_values(const arguments &x, uint32_t shared, const unsigned char *memory) {
+/* Likewise. */
+template <bool paged> DEVICE void fetch_values(const arguments &x, uint32_t shared, const unsigned char *memory) {
 	const int steps = x.a.number[STEPS];
 	ring<TILE_STAGES> place = {0, 0};
-	ring<KV_STAGES> v = {0, 1};
+	ring<V_BUFFERS> v = {0, 1};
 	for (;;) {
 		const tile t = next_tile(shared, memory, place);
-		done_with_tile(shared, place);
+		if (paged) __syncwarp();
+		if (!paged || elected()) done_with_tile(shared, place);
 		place.next();
 		if (t.blocks < 0) return;
 		const int head = steps & V_HEADS ? t.head / x.a.group : 0, batch = steps & V_BATCH ? t.k_slot : 0;
+		walk w;
+		if (paged && t.blocks)
+			w = begin_walk(x.a, t.batch, (t.first_block + t.blocks - 1) * BN, t.keys, steps & V_BATCH);
 		for (int n = t.blocks - 1; n >= 0; n--) {
 			const int j0 = (t.first_block + n) * BN;
 			const uint32_t arrived = shared + (needs_clearing(x.a, t, j0) ? AT_V_FETCHED : AT_V_FULL) + 8 * v.stage;
+			const uint32_t to = shared + AT_V + v.stage * V_BYTES;
+			const int page = paged ? same(w.page) : 0, row = paged ? same(w.row) : 0;
 			barrier_wait(shared + AT_V_EMPTY + 8 * v.stage, v.parity);
-			barrier_expect(arrived, V_BYTES);
-			load_tile<VALUE, BN>(shared + AT_V + v.stage * V_BYTES, &x.map[V_MAP], arrived, t.k_row + j0, head, batch);
+			if (!paged || elected()) barrier_expect(arrived, V_BYTES);
+			if (paged) {
+				load_pages<VALUE>(x.a, to, &x.map[V_MAP], arrived, w, page, row, head);
+				if (n) step_back(x.a, w, t.keys, steps & V_BATCH);
+			} else load_tile<VALUE, BN>(to, &x.map[V_MAP], arrived, t.k_row + j0, head, batch);
 			v.next();
 		}
 	}
@@ -462,7 +587,7 @@ DEVICE void clear_values(const ingot__gpu_args &a, uint32_t shared, unsigned cha
 				__syncwarp();
 				if (lane_id() == 0) barrier_arrive(shared + AT_V_FULL + 8 * stage);
 			}
-			stage = stage + 1 == KV_STAGES ? 0 : stage + 1;
+			stage = stage + 1 == V_BUFFERS ? 0 : stage + 1;
 		}
 		if (t.blocks < 0) return;
 	}
@@ -625,6 +750,52 @@ DEVICE void shrink(float (&out)[VALUE / 2], float fade0, float fade1) {
 	}
 }
 
+/* Where a thread's sums go in memory: four of them each 128 OWNERS apart, then what they are relative to. */
+DEVICE float4 *folds_of(const ingot__gpu_args &a) {
+	return (float4 *)((char *)a.workspace + (index_t)a.number[FOLDS_AT] * 256) +
+	       (index_t)blockIdx.x * (FOLD_BYTES(HEAD, VALUE) / 16) + thread_id() - 128;
+}
+
+/* Adds what is in memory to the sums, and writes them there. The order of volatile loads and stores keeps the compiler from loading
+ * all at once, for which there are no registers. */
+DEVICE void fold(const ingot__gpu_args &a, float (&out)[VALUE / 2], const rows &r, float unit, bool first) {
+	enum { AT_ONCE = VALUE == 96 ? 4 : 8 };
+	float4 *const to = folds_of(a);
+	float2 *const tops = (float2 *)(to + VALUE / 8 * 128 * OWNERS);
+	float fade0 = 0, fade1 = 0;
+	if (!first) {
+		const float2 top = *tops;
+		fade0 = top.x == r.top0 ? 1.0f : fast_exp2((top.x - r.top0) * unit);
+		fade1 = top.y == r.top1 ? 1.0f : fast_exp2((top.y - r.top1) * unit);
+	}
+	*tops = make_float2(r.top0, r.top1);
+#pragma unroll
+	for (int i = 0; i < VALUE / 8; i += AT_ONCE) {
+		if (!first) {
+			float4 x[AT_ONCE];
+#pragma unroll
+			for (int j = 0; j < AT_ONCE; j++)
+				asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+				             : "=f"(x[j].x), "=f"(x[j].y), "=f"(x[j].z), "=f"(x[j].w)
+				             : "l"(to + (i + j) * 128 * OWNERS)
+				             : "memory");
+#pragma unroll
+			for (int j = 0; j < AT_ONCE; j++) {
+				float *const o = &out[4 * (i + j)];
+				o[0] = fmaf(x[j].x, fade0, o[0]), o[1] = fmaf(x[j].y, fade0, o[1]);
+				o[2] = fmaf(x[j].z, fade1, o[2]), o[3] = fmaf(x[j].w, fade1, o[3]);
+			}
+		}
+#pragma unroll
+		for (int j = 0; j < AT_ONCE; j++) {
+			const float *const o = &out[4 * (i + j)];
+			asm volatile("st.volatile.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + (i + j) * 128 * OWNERS),
+			             "f"(o[0]), "f"(o[1]), "f"(o[2]), "f"(o[3])
+			             : "memory");
+		}
+	}
+}
+
 /* ---- the end of a tile ---------------------------------------------------------------------------------------------------- */
 
 /* From a row's reference and whole sum: what its output is multiplied by, and its LSE in base 2. */
@@ -680,9 +851,11 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 			barrier_init(shared + AT_Q_FULL + 8 * i, 1);
 			barrier_init(shared + AT_Q_EMPTY + 8 * i, 4 * OWNERS);
 		}
-		for (int i = 0; i < KV_STAGES; i++) {
+		for (int i = 0; i < K_BUFFERS; i++) {
 			barrier_init(shared + AT_K_FULL + 8 * i, 1);
 			barrier_init(shared + AT_K_EMPTY + 8 * i, 4 * OWNERS);
+		}
+		for (int i = 0; i < V_BUFFERS; i++) {
 			barrier_init(shared + AT_V_FULL + 8 * i, 1);
 			barrier_init(shared + AT_V_EMPTY + 8 * i, 4 * OWNERS);
 			barrier_init(shared + AT_V_FETCHED + 8 * i, 1);
@@ -694,10 +867,25 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 
 	if (warpgroup == 0) {
 		registers_release<HELPER_REGISTERS>();
-		if (warp == 0 && lane_id() == 0) fetch_queries_and_keys(x, shared, memory);
-		if (warp == 1 && lane_id() == 0) fetch_values(x, shared, memory);
-		if (warp == 2 && lane_id() == 0) decode_tiles(a, shared, memory);
-		if (MASKED && warp == 3) clear_values(a, shared, memory);
+		if (!PAGED && !MAYBE_PAGED) {
+			if (warp == 0 && lane_id() == 0) fetch_queries_and_keys<false>(x, shared, memory);
+			if (warp == 1 && lane_id() == 0) fetch_values<false>(x, shared, memory);
+			if (warp == 2 && lane_id() == 0) decode_tiles(a, shared, memory);
+			if (MASKED && warp == 3) clear_values(a, shared, memory);
+			return;
+		}
+		/* the same; branches in this order, lest what they share live in registers, of which a helper has few */
+		if (warp == 3) {
+			clear_values(a, shared, memory);
+		} else if (warp == 2) {
+			if (lane_id() == 0) decode_tiles(a, shared, memory);
+		} else if (PAGED || a.number[PIECE]) {
+			if (warp == 0) fetch_queries_and_keys<true>(x, shared, memory);
+			else fetch_values<true>(x, shared, memory);
+		} else if (lane_id() == 0) {
+			if (warp == 0) fetch_queries_and_keys<false>(x, shared, memory);
+			else fetch_values<false>(x, shared, memory);
+		}
 		return;
 	}
 
@@ -709,10 +897,12 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 	const uint64_t k_operand = operand(shared + AT_K, 16), v_operand = operand(shared + AT_V, BN * 128);
 	ring<TILE_STAGES> place = {0, 0};
 	ring<Q_STAGES(HEAD)> q = {0, 0};
-	ring<KV_STAGES> k = {0, 0}, v = {0, 0};
+	ring<K_BUFFERS> k = {0, 0};
+	ring<V_BUFFERS> v = {0, 0};
 	float s[BN / 2], out[VALUE / 2];
 	uint32_t p[BN / 4], held[HEAD / 4];
 	rows r;
+	bool owing = false;
 
 	for (;;) {
 		const tile &t = next_tile(shared, memory, place);
@@ -764,6 +954,10 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 			mask(blocks - 1);
 			(void)weigh_by_maximum(s, r, unit, fade0, fade1);
 			pack(p, s);
+			if (OWING && owing) {
+				if (warp == 0 && leader) store_wait_read();
+				if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * (q.stage ^ 1));
+			}
 			bool maxima = empty(), outgrown = false;
 			int add = 0;
 
@@ -802,6 +996,10 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 				v.next();
 				if (moved) shrink(out, fade0, fade1);
 				pack(p, s);
+				if (LONG && (blocks - 1 - n) % FOLD_BLOCKS == 0) {
+					fold(a, out, r, unit, blocks - 1 - n == FOLD_BLOCKS);
+					add = 0;
+				}
 			}
 			if (OWN_OUT && leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * q.stage);
 			barrier_wait(shared + AT_V_FULL + 8 * v.stage, v.parity);
@@ -812,6 +1010,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 			pin(out);
 			if (leader) barrier_arrive(shared + AT_V_EMPTY + 8 * v.stage);
 			v.next();
+			if (LONG && blocks > FOLD_BLOCKS) fold(a, out, r, unit, false);
 		}
 
 		/* read again here, lest registers hold it, and what comes of it, through the loop */
@@ -875,7 +1074,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 						store_box(&x.map[OUT_MAP], shared + at + i * 64 * 128, i * 64, t.q_row + group * 64, t.head,
 						          t.q_slot);
 				store_commit();
-				if (!OWN_OUT) store_wait_read();
+				if (!OWN_OUT && !OWING) store_wait_read();
 			}
 		} else {
 			const int pieces = a.head_dim_v / 8;
@@ -892,9 +1091,10 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 		}
 		__syncwarp();
 		if (leader) {
-			if (!OWN_OUT) barrier_arrive(shared + AT_Q_EMPTY + 8 * q.stage);
+			if (!OWN_OUT && !OWING) barrier_arrive(shared + AT_Q_EMPTY + 8 * q.stage);
 			done_with_tile(shared, place);
 		}
+		owing = true;
 		q.next();
 		place.next();
 	}
