@@ -43,6 +43,7 @@ static const struct {
 	{'d', BOTH, "d17,dv33"},
 	{'d', BOTH, "d128"},
 	{'d', BOTH, "d96,dv128"},
+	{'d', BOTH, "d192,dv128"},
 	{'d', BOTH, "d256"},
 	{'d', BOTH, "d1,dv1"},
 	{'q', BOTH, "sq1"},
