@@ -5,7 +5,7 @@
  * kernel makes that image zero; a last one rounds it.
  *
  * What limits it is the bandwidth of shared memory, then the additions to dQ. So something must run under these: the next tile's S where
- * registers allow dK to be issued late (heads of 128), else dK.
+ * dK is issued late (heads of 128), else dK.
  */
 #define ADDS_DQ 1
 #include "bwd_sm90.h"
@@ -28,20 +28,21 @@ const ingot__impl ingot__impl_attn_bwd_sm90 = {
 
 #else
 
-/* A block rounds a warpgroup's part of a tile. */
+/* A block rounds a slab. */
 extern "C" __global__ void __launch_bounds__(128) attn_bwd_sm90_dq(const __grid_constant__ arguments x) {
 	enum { PITCH = 64 + 8 };
 	__shared__ __align__(16) element part[64 * PITCH];
 	const ingot__gpu_args &a = x.a;
-	const int tile = blockIdx.x / OWNERS, group = blockIdx.x % OWNERS, warp = warp_id(), lane = lane_id();
+	const int tile = blockIdx.x / SLABS, slab = blockIdx.x % SLABS, warp = warp_id(), lane = lane_id();
 	const int head = tile / a.number[ROW_TILES], batch = head / a.heads_q, h = head - batch * a.heads_q;
-	const int i0 = (tile - head * a.number[ROW_TILES]) * BM + (BY_ROWS ? group * 64 : 0);
-	const int column0 = BY_ROWS ? 0 : group * 64;
+	const int i0 = (tile - head * a.number[ROW_TILES]) * BM + (BY_ROWS ? slab * 64 : 0);
+	const int column0 = BY_ROWS ? 0 : slab * 64;
 	const span q = rows_of(a, batch);
 	if (i0 >= q.count || column0 >= a.head_dim) return;
-	const float *const from = dq_image(a, tile) + (group * 4 + warp) * DQ_PART;
+	const float *const from = dq_image(a, tile) + part_at(slab, warp);
 #pragma unroll
 	for (int n = 0; n < DQ_FLOATS / 4; n++) {
+		if (HEAD == 96 && slab && n == DQ_FLOATS / 8) break;
 		const float4 v = *(const float4 *)(from + (n * 32 + lane) * 4);
 		uint32_t *const to = (uint32_t *)(part + (warp * 16 + (lane >> 2)) * PITCH + n * 8 + 2 * (lane & 3));
 		to[0] = matrix<element>::pack(v.x * a.softmax_scale, v.y * a.softmax_scale);

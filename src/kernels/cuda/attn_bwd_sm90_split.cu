@@ -1,7 +1,7 @@
 /*
  * Attention backward on Hopper (sm_90a), as bwd_sm90.h has it, without dQ, which a second kernel computes with rows in the place of
  * keys: S and dP are computed twice, seven products in the place of five, but nothing is added in memory. So results do not depend on
- * the order in which blocks run, and the workspace has two numbers a row. Where heads are above 128 it is the fast way, too: there
+ * the order in which blocks run, and the workspace has two numbers a row. For heads of 256 it is the fast way, too: there
  * additions to dQ take longer than the two products.
  */
 #define ADDS_DQ 0
@@ -15,7 +15,7 @@ const ingot__impl ingot__impl_attn_bwd_sm90_split = {
 	.op = INGOT__ATTN_BWD,
 	.device = INGOT_CUDA,
 	.arch = "sm_90a",
-	.rank = 15, /* before the portable kernel; dQ beside dK and dV is faster where heads are up to 128 */
+	.rank = 15, /* before the portable kernel; dQ beside dK and dV is faster where there is an image for it */
 	.variant_count = sizeof images / sizeof *images,
 	.images = images,
 	.kernels = kernels,

@@ -27,7 +27,7 @@ enum { ROW_TILES, KEY_BLOCKS, SECTION, MOVES, ROW_BLOCKS, ROW_SECTION, DRAWS };
 
 /* By head size of Q and K, and of V. */
 #define OWNERS 2
-#define SHARES_KEYS(head) ((head) > 128)
+#define SHARES_KEYS(head) (!ADDS_DQ && (head) > 128)
 #define BLOCK_KEYS(head) (SHARES_KEYS(head) ? 64 : 64 * OWNERS)
 #define TILE_ROWS(head) ((head) == 64 ? 128 : 64)
 /* Buffers for tiles of rows; STAGES for what passes between owners, and for blocks of keys in the second kernel for dQ. */
@@ -35,15 +35,17 @@ enum { ROW_TILES, KEY_BLOCKS, SECTION, MOVES, ROW_BLOCKS, ROW_SECTION, DRAWS };
 #define STAGES 2
 /* From owner to owner: dS of a tile where dQ is added, else P where keys are shared. */
 #define PASSED_BYTES(head) (ADDS_DQ || SHARES_KEYS(head) ? TILE_ROWS(head) * BLOCK_KEYS(head) * 2 : 0)
-/* A warp's part of a tile's dQ: 16 rows and 64 columns. */
+/* The image of a tile's dQ consists of slabs of 64 rows and 64 columns, or the 32 that are left; a slab, of four warps' parts. */
 #define DQ_PART 1024
-#define DQ_BYTES (4 * OWNERS * DQ_PART * 4)
+#define DQ_SLABS(head) ((head) == 64 ? 2 : PANELS(head))
+/* Parts on their way to it; of heads of 192 they come out of registers. */
+#define DQ_BYTES(head) (ADDS_DQ && (head) != 192 ? 4 * OWNERS * DQ_PART * 4 : 0)
 #define CONTROL_BYTES 512
 #define SHARED_BYTES(head, value)                                                                             \
 	(TILE_BYTES(BLOCK_KEYS(head), head) + TILE_BYTES(BLOCK_KEYS(head), value) + STAGES * PASSED_BYTES(head) + \
 	 ROW_STAGES(head) *                                                                                       \
 	     (TILE_BYTES(TILE_ROWS(head), head) + TILE_BYTES(TILE_ROWS(head), value) + 2 * TILE_ROWS(head) * 4) + \
-	 ADDS_DQ * DQ_BYTES + CONTROL_BYTES)
+	 DQ_BYTES(head) + CONTROL_BYTES)
 /* Of the kernel that computes dQ by itself. */
 #define DQ_ROWS (64 * OWNERS)
 #define DQ_KEYS(head) ((head) <= 128 ? 128 : (head) <= 192 ? 96 : 48)
@@ -55,22 +57,25 @@ enum { ROW_TILES, KEY_BLOCKS, SECTION, MOVES, ROW_BLOCKS, ROW_SECTION, DRAWS };
 
 #ifdef INGOT_HOST
 
-#define IMAGES(type, number, head, value, name)                                                           \
-	{type "_" name "_plain", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=0", 0}, { \
-		type "_" name "_masked", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=1", 0 \
+/* spills: of the lane that draws and fetches, where dQ is added and owners take its registers */
+#define IMAGES(type, number, head, value, name, spills)                                                        \
+	{type "_" name "_plain", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=0", spills}, { \
+		type "_" name "_masked", "-DELEMENT=" #number " -DHEAD=" #head " -DVALUE=" #value " -DCLASS=1", spills \
 	}
-#define SMALL(type, number) IMAGES(type, number, 64, 64, "d64"), IMAGES(type, number, 128, 128, "d128")
-#define LARGE(type, number) IMAGES(type, number, 192, 128, "d192v128"), IMAGES(type, number, 256, 256, "d256")
+#define SIZES_TO_192(type, number)                                                  \
+	IMAGES(type, number, 64, 64, "d64", 0), IMAGES(type, number, 96, 96, "d96", 0), \
+		IMAGES(type, number, 128, 128, "d128", 0), IMAGES(type, number, 192, 128, "d192v128", ADDS_DQ ? 256 : 0)
 
 #if ADDS_DQ
-static const ingot__image_variant images[] = {SMALL("f16", 2), SMALL("bf16", 3)};
+static const ingot__image_variant images[] = {SIZES_TO_192("f16", 2), SIZES_TO_192("bf16", 3)};
 #else
-static const ingot__image_variant images[] = {SMALL("f16", 2), LARGE("f16", 2), SMALL("bf16", 3), LARGE("bf16", 3)};
+static const ingot__image_variant images[] = {SIZES_TO_192("f16", 2), IMAGES("f16", 2, 256, 256, "d256", 0),
+                                              SIZES_TO_192("bf16", 3), IMAGES("bf16", 3, 256, 256, "d256", 0)};
 #endif
 static const struct {
 	int head, value;
-} sizes[] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
-enum { SIZES = ADDS_DQ ? 2 : sizeof sizes / sizeof *sizes };
+} sizes[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {256, 256}};
+enum { SIZES = sizeof sizes / sizeof *sizes - ADDS_DQ };
 static const char *const kernels[] = {"attn_bwd_sm90_rows", "attn_bwd_sm90", "attn_bwd_sm90_dq", NULL};
 
 static int size_of(const ingot__problem *p) {
@@ -103,7 +108,7 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	INGOT__REFUSE_IF(ADDS_DQ && p->deterministic, "dq is summed by atomics, in no fixed order");
 	INGOT__REFUSE_IF(p->dbias.dtype != INGOT_NONE || p->dsink.dtype != INGOT_NONE, "it computes no dbias and no dsink");
 	const int size = size_of(p);
-	INGOT__REFUSE_IF(size == SIZES, ADDS_DQ ? "a head size above 128" : "a head size above 256");
+	INGOT__REFUSE_IF(size == SIZES, ADDS_DQ ? "a head size above 192, or of V above 128" : "a head size above 256");
 	INGOT__REFUSE_IF(p->head_dim % 8 || p->head_dim_v % 8,
 	                 "a head size that is no multiple of 8: rows are copied in 16-byte pieces");
 	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED || !aligned(&p->dout) || !aligned(&p->dq) || !aligned(&p->dk) ||
@@ -176,8 +181,10 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 		                  .shared_bytes = (uint32_t)SHARED_BYTES(head, value),
 		                  .grid = {(uint32_t)(a->number[DRAWS] ? device->multiprocessors : blocks), 1, 1}};
 	if (tiles > 0 && ADDS_DQ)
-		out->step[out->steps++] = (ingot__step){
-			.name = "dq", .kernel = kernels[2], .block = {128, 1, 1}, .grid = {(uint32_t)tiles * OWNERS, 1, 1}};
+		out->step[out->steps++] = (ingot__step){.name = "dq",
+		                                        .kernel = kernels[2],
+		                                        .block = {128, 1, 1},
+		                                        .grid = {(uint32_t)tiles * (uint32_t)DQ_SLABS(head), 1, 1}};
 	if (tiles > 0 && !ADDS_DQ) {
 		const int64_t row_blocks = divide_up(p->q_side.max_seqlen, DQ_ROWS);
 		a->number[ROW_BLOCKS] = (int32_t)row_blocks;
@@ -210,9 +217,12 @@ enum {
 	PASS_BYTES = PASSED_BYTES(HEAD),
 	PASSERS = 4 * (SHARES_KEYS(HEAD) ? 1 : OWNERS), /* warps that write what passes, and warps that read it */
 	NUMBERS_BYTES = BM * 4,
-	/* dQ: each warpgroup has 64 of the tile's rows, or 64 of its columns */
+	/* sums of dK and dV fill two thirds of an owner's registers */
+	TIGHT = HEAD == 192 && ADDS_DQ,
+	/* dQ: each warpgroup has 64 of the tile's rows, or 64 of its columns; of 192 columns, half the middle 64 besides */
 	BY_ROWS = BM == 128,
 	DQ_FLOATS = 32, /* a thread's */
+	SLABS = DQ_SLABS(HEAD),
 	TURNS = 4,
 	WORKS = 2,
 	/* shared memory */
@@ -222,7 +232,7 @@ enum {
 	AT_DOUT = AT_Q + ROWS_STAGES * Q_BYTES,
 	AT_PASSED = AT_DOUT + ROWS_STAGES * DOUT_BYTES,
 	AT_DQ = AT_PASSED + STAGES * PASS_BYTES,
-	AT_LSE = AT_DQ + ADDS_DQ * DQ_BYTES,
+	AT_LSE = AT_DQ + DQ_BYTES(HEAD),
 	AT_DELTA = AT_LSE + ROWS_STAGES * NUMBERS_BYTES,
 	AT_WORK = AT_DELTA + ROWS_STAGES * NUMBERS_BYTES,
 	AT_TURNS = AT_WORK + 64 * WORKS,
@@ -261,6 +271,9 @@ DEVICE index_t all_tiles(const ingot__gpu_args &a) {
 DEVICE float *dq_image(const ingot__gpu_args &a, int tile) {
 	return (float *)a.workspace + (index_t)tile * (BM * HEAD);
 }
+DEVICE int part_at(int slab, int warp) {
+	return (slab * 4 + warp) * DQ_PART - (HEAD == 96 && slab ? warp * (DQ_PART / 2) : 0);
+}
 /* Minus LSE in base 2, and minus delta = rowsum(dO * O), so that P = 2^(s unit + lse) and dS = P (dP + delta). LSE of -Inf, so a weight
  * of 0, for rows behind the last. In every 16 rows the order is that in which the four lanes of an accumulator's row read them. */
 DEVICE float *lse_numbers(const ingot__gpu_args &a, int tile) {
@@ -287,9 +300,9 @@ DEVICE span keys_of(const ingot__gpu_args &a, int batch) {
 	return k;
 }
 
-/* A block takes a tile, VALUE / 8 lanes a row. */
+/* A block takes a tile, 8 columns a lane. */
 extern "C" __global__ void __launch_bounds__(256) attn_bwd_sm90_rows(const __grid_constant__ arguments x) {
-	enum { LANES = VALUE / 8, ROWS = 256 / LANES, TIMES = BM / ROWS };
+	enum { LANES = VALUE == 96 ? 16 : VALUE / 8, ROWS = 256 / LANES, TIMES = BM / ROWS };
 	const ingot__gpu_args &a = x.a;
 	const int lane = thread_id() % LANES, tile = blockIdx.x, first = thread_id() / LANES;
 	const int head = tile / a.number[ROW_TILES], i0 = (tile - head * a.number[ROW_TILES]) * BM;
@@ -536,14 +549,19 @@ DEVICE void multiply_keys(float (&sum)[columns / 2], const uint32_t (&left)[BM /
 	for (int i = 0; i < BM / 16; i++)
 		wgmma<columns>::held<1>(sum, &left[4 * i], rows + (i * 2048 >> 4), i > 0 ? 1 : add);
 }
-/* dq[64][64] = dS K. */
-DEVICE void multiply_dq(float (&dq)[DQ_FLOATS], uint64_t ds, uint64_t keys) {
+/* dq[64][columns] = dS K. */
+template <int columns> DEVICE void multiply_dq(float (&dq)[columns / 2], uint64_t ds, uint64_t keys) {
 #pragma unroll
 	for (int i = 0; i < BN / 16; i++)
-		wgmma<64>::shared<1>(dq, ds + ((i / 4 * BM * 128 + i % 4 * 32) >> 4), keys + (i * 2048 >> 4), i > 0);
+		wgmma<columns>::shared<1>(dq, ds + ((i / 4 * BM * 128 + i % 4 * 32) >> 4), keys + (i * 2048 >> 4), i > 0);
 }
 
-/* The numbers of the rows that this lane's accumulators belong to. */
+/* The numbers of the rows that this lane's accumulators belong to: of 16 rows, or of a tile. */
+DEVICE void load_four(float *numbers, uint32_t from) {
+	asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+	             : "=f"(numbers[0]), "=f"(numbers[1]), "=f"(numbers[2]), "=f"(numbers[3])
+	             : "r"(from + (lane_id() & 3) * 16));
+}
 DEVICE void load_numbers(float (&numbers)[BM / 4], uint32_t from) {
 #pragma unroll
 	for (int i = 0; i < BM / 4; i += 4)
@@ -676,7 +694,7 @@ DEVICE void own_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *m
 	/* few operands, and others by their distance: uniform registers do not suffice for more */
 	const uint64_t q_right = operand(shared + AT_Q, 16), q_columns = operand(shared + AT_Q, BM * 128);
 	const uint64_t ds_left = operand(shared + AT_PASSED + (BY_ROWS ? group * 64 * 128 : 0), 16),
-				   k_columns = operand(shared + AT_K + (BY_ROWS ? 0 : group * BN * 128), BN * 128);
+				   k_columns = operand(shared + AT_K + (BY_ROWS ? 0 : group * (SLABS - 1) * BN * 128), BN * 128);
 	/* where this lane stores dS of 16 rows, transposed */
 	const int ds_row = (lane >> 4) * 8 + (lane & 7), ds_piece = 2 * warp + (lane >> 3 & 1);
 	const uint32_t ds_to = shared + AT_PASSED + group * BM * 128 + ds_row * 128 + ((ds_piece ^ (ds_row & 7)) << 4);
@@ -685,29 +703,57 @@ DEVICE void own_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *m
 	each_work(shared, memory, [&](const work &w) {
 		const int turns = same(w.tiles) * a.group, end = begin + turns;
 		const sight sees = look_at(w, group * 64);
-		float dk[HEAD / 2], dv[HEAD / 2], s[BM / 2], numbers[BM / 4];
+		float dk[HEAD / 2], dv[VALUE / 2], s[BM / 2], numbers[BM / 4];
 		uint32_t p[BM / 4], ds[BM / 4];
 
 		auto issue_dq = [&](float(&dq)[DQ_FLOATS], int t) {
 			barrier_wait(shared + AT_PASSED_FULL + 8 * (t % STAGES), full_parity<STAGES>(t));
 			wgmma_fence();
-			multiply_dq(dq, ds_left + (t % STAGES * PASS_BYTES >> 4), k_columns);
+			multiply_dq<64>(dq, ds_left + (t % STAGES * PASS_BYTES >> 4), k_columns);
 			wgmma_commit();
 		};
 		auto add_dq = [&](const float(&dq)[DQ_FLOATS], int t) {
 			if (leader) store_wait_read();
 			__syncwarp();
 #pragma unroll
-			for (int i = 0; i < DQ_FLOATS; i += 4)
+			for (int i = 0; i < DQ_FLOATS; i += 4) {
+				if (HEAD == 96 && group && i == DQ_FLOATS / 2) break;
 				asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_part + (i / 4 * 32 + lane) * 16),
 				             "f"(dq[i]), "f"(dq[i + 1]), "f"(dq[i + 2]), "f"(dq[i + 3])
 				             : "memory");
+			}
 			fence_async();
 			__syncwarp();
 			if (leader) {
-				add_floats(dq_image(a, turn_of(memory, t).tile) + (group * 4 + warp) * DQ_PART, dq_part, DQ_PART * 4);
+				add_floats(dq_image(a, turn_of(memory, t).tile) + part_at(group, warp), dq_part,
+				           HEAD == 96 && group ? DQ_PART * 2 : DQ_PART * 4);
 				store_commit();
 			}
+		};
+		/* Where registers are tight: half the middle slab; additions out of registers, without memory of their own; and dK, whose
+		 * left operand is dS in shared memory, so that it runs under these. */
+		auto issue_middle = [&](float(&dq)[DQ_FLOATS / 2], int t) {
+			wgmma_fence();
+			multiply_dq<32>(dq, ds_left + (t % STAGES * PASS_BYTES >> 4),
+			                operand(shared + AT_K + BN * 128 + group * 64, BN * 128));
+			wgmma_commit();
+		};
+		auto add_held = [&](const auto &dq, int t, int slab, int from) {
+			float *const to = dq_image(a, turn_of(memory, t).tile) + part_at(slab, warp) + from + lane * 4;
+#pragma unroll
+			for (int i = 0; i < (int)sizeof dq / 4; i += 4) add_four(to + i * 32, dq + i);
+		};
+		auto issue_dk = [&](int t) {
+			warpgroup_barrier(group);
+			wgmma_fence();
+			const uint64_t left =
+				operand(shared + AT_PASSED + t % STAGES * PASS_BYTES + same(warp_id() / 4 - 1) * 64 * BM * 2, BM * 128);
+#pragma unroll
+			for (int i = 0; i < BM / 16; i++)
+				wgmma<HEAD>::template shared<1, 1>(dk, left + (i * 2048 >> 4),
+				                                   q_columns + ((t % ROWS_STAGES * Q_BYTES + i * 2048) >> 4),
+				                                   i > 0 ? 1 : t > begin);
+			wgmma_commit();
 		};
 
 		/* One tile. Where LATE_DK, dK of the tile before comes first. Nothing is in flight at its ends: the compiler follows no
@@ -727,31 +773,35 @@ DEVICE void own_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *m
 				multiply_keys<HEAD>(dk, ds, q_columns + (before * Q_BYTES >> 4), t > begin + 1);
 				wgmma_commit();
 			}
-			load_numbers(numbers, shared + AT_LSE + stage * NUMBERS_BYTES);
+			if (!TIGHT) load_numbers(numbers, shared + AT_LSE + stage * NUMBERS_BYTES);
 			wgmma_wait<LATE_DK && !first>();
 			pin(s);
 #pragma unroll
-			for (int i = 0; i < BM / 4; i++)
+			for (int i = 0; i < BM / 4; i++) {
+				if (TIGHT && i % 4 == 0) load_four(numbers + i, shared + AT_LSE + stage * NUMBERS_BYTES + i * 16);
 				p[i] = matrix<element>::pack(fast_exp2(fmaf(s[2 * i], unit, numbers[i / 2 * 2])),
 				                             fast_exp2(fmaf(s[2 * i + 1], unit, numbers[i / 2 * 2 + 1])));
+			}
 			hide_masked(p, w, sees, turn_of(memory, t));
 			barrier_wait(shared + AT_DOUT_FULL + 8 * stage, full_parity<ROWS_STAGES>(t));
 			if constexpr (first) barrier_wait(shared + AT_VALUES_FULL, keys & 1);
 			wgmma_fence();
-			multiply_rows<HEAD>(s, k_left + K_TO_V, q_right + Q_TO_DOUT + (stage * Q_BYTES >> 4));
+			multiply_rows<VALUE>(s, k_left + K_TO_V, q_right + Q_TO_DOUT + (stage * DOUT_BYTES >> 4));
 			wgmma_commit();
 			wgmma_fence();
-			multiply_keys<HEAD>(dv, p, q_columns + Q_TO_DOUT + (stage * Q_BYTES >> 4), !first);
+			multiply_keys<VALUE>(dv, p, q_columns + Q_TO_DOUT + (stage * DOUT_BYTES >> 4), !first);
 			wgmma_commit();
-			load_numbers(numbers, shared + AT_DELTA + stage * NUMBERS_BYTES);
+			if (!TIGHT) load_numbers(numbers, shared + AT_DELTA + stage * NUMBERS_BYTES);
 			wgmma_wait<1>();
 			pin(s);
 			if constexpr (LATE_DK && !first)
 				if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * before);
 #pragma unroll
-			for (int i = 0; i < BM / 4; i++)
+			for (int i = 0; i < BM / 4; i++) {
+				if (TIGHT && i % 4 == 0) load_four(numbers + i, shared + AT_DELTA + stage * NUMBERS_BYTES + i * 16);
 				ds[i] = matrix<element>::pack(low_half(p[i]) * (s[2 * i] + numbers[i / 2 * 2]),
 				                              high_half(p[i]) * (s[2 * i + 1] + numbers[i / 2 * 2 + 1]));
+			}
 			hide_masked(ds, w, sees, turn_of(memory, t));
 			if (!ADDS_DQ) {
 				if (!LATE_DK) {
@@ -775,7 +825,24 @@ DEVICE void own_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *m
 			fence_async();
 			__syncwarp();
 			if (leader) barrier_arrive(shared + AT_PASSED_FULL + 8 * stage);
-			if constexpr (first) {
+			if constexpr (TIGHT) {
+				wgmma_wait<0>();
+				if (leader) barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
+				float(&dq)[DQ_FLOATS] = *(float(*)[DQ_FLOATS])s;
+				if constexpr (!first) issue_dq(dq, t - 1);
+				issue_dk(t);
+				if constexpr (!first) {
+					float middle[DQ_FLOATS / 2];
+					wgmma_wait<1>();
+					pin(dq);
+					add_held(dq, t - 1, 2 * group, 0);
+					issue_middle(middle, t - 1);
+					wgmma_wait<0>();
+					pin(middle);
+					if (leader) barrier_arrive(shared + AT_PASSED_EMPTY + 8 * ((t - 1) % STAGES));
+					add_held(middle, t - 1, 1, group * (DQ_PART / 2));
+				} else wgmma_wait<0>();
+			} else if constexpr (first) {
 				if (!LATE_DK) {
 					wgmma_fence();
 					multiply_keys<HEAD>(dk, ds, q_columns + (stage * Q_BYTES >> 4), 0);
@@ -785,7 +852,7 @@ DEVICE void own_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *m
 				if (leader) barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
 			} else {
 				float own[DQ_FLOATS];
-				/* of heads of 128, dQ takes the place of the scores */
+				/* where tiles have 64 rows, dQ takes the place of the scores */
 				float(&dq)[DQ_FLOATS] = *(float(*)[DQ_FLOATS])(BM == 64 ? s : own);
 				issue_dq(dq, t - 1);
 				if (!LATE_DK) {
@@ -814,16 +881,21 @@ DEVICE void own_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *m
 				multiply_keys<HEAD>(dk, ds, q_columns + ((end - 1) % ROWS_STAGES * Q_BYTES >> 4), turns > 1);
 				wgmma_commit();
 			}
-			float dq[DQ_FLOATS];
+			float dq[DQ_FLOATS], middle[DQ_FLOATS / 2];
 			if (ADDS_DQ) issue_dq(dq, end - 1);
+			if (TIGHT) issue_middle(middle, end - 1);
 			wgmma_wait<0>();
 			if (ADDS_DQ) pin(dq);
+			if (TIGHT) pin(middle);
 			if (leader) {
 				if (LATE_DK) barrier_arrive(shared + AT_Q_EMPTY + 8 * ((end - 1) % ROWS_STAGES));
 				if (ADDS_DQ) barrier_arrive(shared + AT_PASSED_EMPTY + 8 * ((end - 1) % STAGES));
 				barrier_arrive(shared + AT_KEYS_EMPTY);
 			}
-			if (ADDS_DQ) add_dq(dq, end - 1);
+			if (TIGHT) {
+				add_held(dq, end - 1, 2 * group, 0);
+				add_held(middle, end - 1, 1, group * (DQ_PART / 2));
+			} else if (ADDS_DQ) add_dq(dq, end - 1);
 			pin(dk);
 			pin(dv);
 			begin = end;
@@ -874,13 +946,13 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1) attn_bwd_sm9
 	block_barrier();
 
 	if (warpgroup == 0) {
-		registers_release<40>();
+		registers_release<TIGHT ? 24 : 40>();
 		if (warp == 0 && lane_id() == 0) fetch(x, shared, memory);
 		if (MASKED && warp == 1) clear(a, shared, memory);
 		return;
 	}
 
-	registers_claim<232>();
+	registers_claim<TIGHT ? 240 : 232>();
 #if SHARES_KEYS(HEAD)
 	share_keys(a, shared, memory, warpgroup - 1);
 #else

@@ -138,6 +138,11 @@ DEVICE void add_floats(float *to, uint32_t from, int bytes) {
 	             "r"(bytes)
 	             : "memory");
 }
+/* Adds four floats in registers. */
+DEVICE void add_four(float *to, const float *x) {
+	asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+	             : "memory");
+}
 /* A box out of shared memory; what lies outside the tensor is not written. */
 DEVICE void store_box(const tensor_map *map, uint32_t from, int column, int row, int head, int batch) {
 	asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
@@ -203,6 +208,7 @@ DEVICE uint64_t operand(uint32_t address, int panel_bytes) {
 #endif
 
 /* Accumulators as text and as operands. */
+#define WGMMA_D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_D24                                            \
 	"%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
 	"%16,%17,%18,%19,%20,%21,%22,%23"
@@ -226,6 +232,7 @@ DEVICE uint64_t operand(uint32_t address, int panel_bytes) {
 #define WGMMA_O8(i)                                                                                             \
 	"+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
 		"+f"(d[i + 7])
+#define WGMMA_O16 WGMMA_O8(0), WGMMA_O8(8)
 #define WGMMA_O24 WGMMA_O8(0), WGMMA_O8(8), WGMMA_O8(16)
 #define WGMMA_O32 WGMMA_O24, WGMMA_O8(24)
 #define WGMMA_O48 WGMMA_O32, WGMMA_O8(32), WGMMA_O8(40)
@@ -238,16 +245,16 @@ DEVICE uint64_t operand(uint32_t address, int panel_bytes) {
 template <int n> struct wgmma;
 #define WGMMA(n, registers, r0, r1, r2, r3, r4, r5, r6)                                                              \
 	template <> struct wgmma<n> {                                                                                    \
-		template <int transposed>                                                                                    \
+		template <int transposed, int transposed_a = 0>                                                              \
 		static __device__ __forceinline__ void shared(float (&d)[registers], uint64_t a, uint64_t b, int add) {      \
 			asm volatile("{\n"                                                                                       \
 			             ".reg .pred add;\n"                                                                         \
 			             "setp.ne.b32 add, %" #r2 ", 0;\n"                                                           \
 			             "wgmma.mma_async.sync.aligned.m64n" #n "k16." WGMMA_TYPES " {" WGMMA_D##registers           \
-			             "}, %" #r0 ", %" #r1 ", add, 1, 1, 0, %" #r3 ";\n"                                          \
+			             "}, %" #r0 ", %" #r1 ", add, 1, 1, %" #r4 ", %" #r3 ";\n"                                   \
 			             "}"                                                                                         \
 			             : WGMMA_O##registers                                                                        \
-			             : "l"(a), "l"(b), "r"(add), "n"(transposed));                                               \
+			             : "l"(a), "l"(b), "r"(add), "n"(transposed), "n"(transposed_a));                            \
 		}                                                                                                            \
 		template <int transposed>                                                                                    \
 		static __device__ __forceinline__ void held(float (&d)[registers], const uint32_t *a, uint64_t b, int add) { \
@@ -261,6 +268,7 @@ template <int n> struct wgmma;
 			             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(transposed));           \
 		}                                                                                                            \
 	};
+WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
