@@ -4,13 +4,19 @@
  * A block stays on its multiprocessor and works through tiles of query rows: a warpgroup of helpers, one that transposes V, and
  * two that own 64 rows each. Of the helpers, one warp decodes the next tiles and two have the copy engine fetch Q and K, and V,
  * into rings. A row warpgroup walks the keys from the last block to the first and keeps two products in flight, S of this block
- * and P V of the one before, under which it does the softmax.
+ * and P V of the one before, under which it does the softmax. Two sets of registers for P, by turns: while the products read one,
+ * the softmax packs the other.
+ *
+ * Maxima are taken of the first two blocks and of those that a mask cuts. Elsewhere the reference stays, and a block's sums tell
+ * whether a weight may have outgrown P's type; its scores are then computed once more, by the products of a warp, and its maxima
+ * taken.
  *
  * 8-bit products read both operands along k, so V is transposed in shared memory. P's registers hold other keys than the second
  * product's first operand wants in them; the order of keys within a product is free, and transposing gives V the order that P has.
  *
- * P is rounded to e4m3, scaled so that a row's largest weight is about 2^8: what lies 2^-14 below still has all three bits.
- * The matrix units keep some 14 bits of a sum. Those of P V are taken out of them every FOLD_KEYS keys and added in fp32.
+ * P is rounded to e4m3, scaled so that the largest weight of a row's first blocks is about 2^NEAR; a later one may reach 2^8.75.
+ * What lies above 2^-6 has all three bits. The matrix units keep some 14 bits of a sum. Those of P V are taken out of them every
+ * FOLD_KEYS keys and added in fp32.
  */
 #define ELEMENT 2 /* sm90.h's 16-bit type, of which nothing is used here: bytes are moved in pairs */
 #include "sm90.h"
@@ -25,21 +31,23 @@ enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH
 #define BYTE_PANELS(columns) (((columns) + 127) / 128)
 #define BYTE_TILE(rows, columns) ((rows) * BYTE_PANELS(columns) * 128)
 
-/* Row warpgroups. By head size: keys of a block, buffers for Q. Two blocks of K, of V and of V transposed are in flight. */
+/* Row warpgroups; blocks of K, of V and of V transposed in flight. By head size: keys of a block, buffers for Q. */
 #define OWNERS 2
 #define KEYS(head) ((head) <= 128 ? 128 : 64)
 #define Q_STAGES(head) ((head) <= 128 ? 2 : 1)
-#define KV_STAGES 2
+#define K_STAGES 3
+#define V_STAGES 3
+#define T_STAGES 2
 #define TILE_STAGES 4
 #define FOLD_KEYS 512
 /* V transposed: a row of 128 bytes for each column, a byte for each key. Two blocks of 64 keys share rows. */
-#define TURNED_BYTES(head) ((head) * 128 * KV_STAGES * KEYS(head) / 128)
+#define TURNED_BYTES(head) ((head) * 128 * T_STAGES * KEYS(head) / 128)
 /* A row warpgroup's output on its way out, which is also where sums are folded if they fit there, else in the workspace. */
 #define FOLD_SHARED(head) ((head) <= 128)
 #define OUT_BYTES(head) (OWNERS * 64 * (head) * (FOLD_SHARED(head) ? 4 : 2))
 #define CONTROL_BYTES 512
-#define SHARED_BYTES(head)                                                                         \
-	(Q_STAGES(head) * BYTE_TILE(64 * OWNERS, head) + KV_STAGES * 2 * BYTE_TILE(KEYS(head), head) + \
+#define SHARED_BYTES(head)                                                                                 \
+	(Q_STAGES(head) * BYTE_TILE(64 * OWNERS, head) + (K_STAGES + V_STAGES) * BYTE_TILE(KEYS(head), head) + \
 	 TURNED_BYTES(head) + OUT_BYTES(head) + CONTROL_BYTES)
 /* Rows and keys are counted in 32 bits, with room for sums. */
 #define FAR (1 << 30)
@@ -171,19 +179,19 @@ enum {
 	TURNER_REGISTERS = 48,
 	/* shared memory */
 	AT_K = Q_STAGES(HEAD) * Q_BYTES,
-	AT_V = AT_K + KV_STAGES * KV_BYTES,
-	AT_TURNED = AT_V + KV_STAGES * KV_BYTES,
+	AT_V = AT_K + K_STAGES * KV_BYTES,
+	AT_TURNED = AT_V + V_STAGES * KV_BYTES,
 	AT_OUT = AT_TURNED + TURNED_BYTES(HEAD),
 	AT_TILES = AT_OUT + OUT_BYTES(HEAD),
 	AT_Q_FULL = AT_TILES + 64 * TILE_STAGES,
 	AT_Q_EMPTY = AT_Q_FULL + 16,
 	AT_K_FULL = AT_Q_EMPTY + 16,
-	AT_K_EMPTY = AT_K_FULL + 8 * KV_STAGES,
-	AT_V_FULL = AT_K_EMPTY + 8 * KV_STAGES,
-	AT_V_EMPTY = AT_V_FULL + 8 * KV_STAGES,
-	AT_TURNED_FULL = AT_V_EMPTY + 8 * KV_STAGES,
-	AT_TURNED_EMPTY = AT_TURNED_FULL + 8 * KV_STAGES,
-	AT_TILE_FULL = AT_TURNED_EMPTY + 8 * KV_STAGES,
+	AT_K_EMPTY = AT_K_FULL + 8 * K_STAGES,
+	AT_V_FULL = AT_K_EMPTY + 8 * K_STAGES,
+	AT_V_EMPTY = AT_V_FULL + 8 * V_STAGES,
+	AT_TURNED_FULL = AT_V_EMPTY + 8 * V_STAGES,
+	AT_TURNED_EMPTY = AT_TURNED_FULL + 8 * T_STAGES,
+	AT_TILE_FULL = AT_TURNED_EMPTY + 8 * T_STAGES,
 	AT_TILE_EMPTY = AT_TILE_FULL + 8 * TILE_STAGES,
 	AT_END = AT_TILE_EMPTY + 8 * TILE_STAGES
 };
@@ -196,9 +204,11 @@ struct arguments {
 };
 static_assert(sizeof(arguments) == MAPS_AT + 128 * MAPS, "as the host half lays it out");
 
-/* The largest weight of a row is 2^SHIFT, and at most 2^LAG more where the reference lags behind: e4m3 ends at 448. */
-#define SHIFT 8.0f
+/* Where a new reference puts a row's largest weight; how far it may fall behind where maxima are taken; and what a lane's sum of a
+ * block must stay below where they are not: e4m3 ends at 448, and rounds 432 and more to that. */
+#define NEAR 3.0f
 #define LAG 0.75f
+#define MOST 432.0f
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------------ */
 
@@ -324,7 +334,7 @@ DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const un
 	const int steps = x.a.number[STEPS];
 	ring<TILE_STAGES> place = {0, 0};
 	ring<Q_STAGES(HEAD)> q = {0, 1};
-	ring<KV_STAGES> k = {0, 1};
+	ring<K_STAGES> k = {0, 1};
 	for (;;) {
 		const tile t = next_tile(shared, memory, place);
 		done_with_tile(shared, place);
@@ -354,7 +364,7 @@ DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const un
 DEVICE void fetch_values(const arguments &x, uint32_t shared, const unsigned char *memory) {
 	const int steps = x.a.number[STEPS];
 	ring<TILE_STAGES> place = {0, 0};
-	ring<KV_STAGES> v = {0, 1};
+	ring<V_STAGES> v = {0, 1};
 	for (;;) {
 		const tile t = next_tile(shared, memory, place);
 		done_with_tile(shared, place);
@@ -385,31 +395,43 @@ template <bool clear> DEVICE void turn_values(uint32_t from, uint32_t to, int to
 	const bool swap = (lane >> 4) != 0; /* rows 4 to 7 of what this lane's words go to */
 	const uint32_t even = swap ? 0x7531 : 0x6420, odd = swap ? 0x6420 : 0x7531;
 	const int column = 2 * low + ((low >> 2) ^ (high & 1)); /* whose row this lane gives the address of */
-#pragma unroll 2
-	for (int unit = warp; unit < HEAD / 16 * (BN / 32); unit += 4) {
-		const int piece = unit % (HEAD / 16), step = unit / (HEAD / 16);
-		uint32_t r[4];
-		load_matrix4_transposed(r, from + place_of<BN>(step * 32 + high * 8 + low, piece));
-		if (clear) {
+	/* Pieces of 16 columns are the warps' in turn. Swizzled places differ in bits: as place_of has them, of few instructions. */
+	const uint32_t source = from + place_of<BN>(high * 8 + low, warp);
+	const uint32_t target = to + place_of<HEAD>(warp * 16 + column, to_piece + (high >> 1));
+	enum { STEPS_OF_WARP = HEAD / 64 * (BN / 32), AHEAD = 4 };
 #pragma unroll
-			for (int i = 0; i < 4; i++) {
-				const int key = step * 32 + i * 8 + 2 * (lane & 3);
-				if (key < first || key >= last) r[i] &= 0xffff0000u;
-				if (key + 1 < first || key + 1 >= last) r[i] &= 0x0000ffffu;
-			}
+	for (int begin = 0; begin < STEPS_OF_WARP; begin += AHEAD) {
+		uint32_t r[AHEAD][4];
+#pragma unroll
+		for (int i = 0; i < AHEAD; i++) {
+			const int turn = (begin + i) % (HEAD / 64), step = (begin + i) / (HEAD / 64);
+			load_matrix4_transposed(r[i], (source ^ (turn & 1) << 6) + (turn >> 1) * BN * 128 + step * 32 * 128);
 		}
-		const uint32_t place = to + place_of<HEAD>(piece * 16 + column, to_piece + 2 * step + (high >> 1));
-		asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place),
-		             "r"(__byte_perm(r[0], r[1], even)), "r"(__byte_perm(r[0], r[1], odd)),
-		             "r"(__byte_perm(r[2], r[3], even)), "r"(__byte_perm(r[2], r[3], odd))
-		             : "memory");
+#pragma unroll
+		for (int i = 0; i < AHEAD; i++) {
+			const int turn = (begin + i) % (HEAD / 64), step = (begin + i) / (HEAD / 64);
+			if (clear) {
+#pragma unroll
+				for (int j = 0; j < 4; j++) {
+					const int key = step * 32 + j * 8 + 2 * (lane & 3);
+					if (key < first || key >= last) r[i][j] &= 0xffff0000u;
+					if (key + 1 < first || key + 1 >= last) r[i][j] &= 0x0000ffffu;
+				}
+			}
+			asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"((target ^ step << 5) +
+			                                                                                      turn * 64 * 128),
+			             "r"(__byte_perm(r[i][0], r[i][1], even)), "r"(__byte_perm(r[i][0], r[i][1], odd)),
+			             "r"(__byte_perm(r[i][2], r[i][3], even)), "r"(__byte_perm(r[i][2], r[i][3], odd))
+			             : "memory");
+		}
 	}
 }
 
 /* A warpgroup. */
 DEVICE void turn_tiles(const ingot__gpu_args &a, uint32_t shared, const unsigned char *memory, int warp) {
 	ring<TILE_STAGES> place = {0, 0};
-	ring<KV_STAGES> v = {0, 0};
+	ring<V_STAGES> v = {0, 0};
+	ring<T_STAGES> turned = {0, 0};
 	const bool leader = lane_id() == 0;
 	for (;;) {
 		const tile t = next_tile(shared, memory, place);
@@ -421,10 +443,10 @@ DEVICE void turn_tiles(const ingot__gpu_args &a, uint32_t shared, const unsigned
 			const int j0 = (t.first_block + n) * BN;
 			const uint32_t from = shared + AT_V + v.stage * KV_BYTES;
 			/* two blocks of 64 keys share rows */
-			const uint32_t to = shared + AT_TURNED + (BN == 64 ? 0 : v.stage * TURNED_STEP);
-			const int to_piece = BN == 64 ? v.stage * 4 : 0;
+			const uint32_t to = shared + AT_TURNED + (BN == 64 ? 0 : turned.stage * TURNED_STEP);
+			const int to_piece = BN == 64 ? turned.stage * 4 : 0;
 			barrier_wait(shared + AT_V_FULL + 8 * v.stage, v.parity);
-			barrier_wait(shared + AT_TURNED_EMPTY + 8 * v.stage, v.parity ^ 1);
+			barrier_wait(shared + AT_TURNED_EMPTY + 8 * turned.stage, turned.parity ^ 1);
 			if (needs_clearing(a, t, j0))
 				turn_values<true>(from, to, to_piece, warp, t.live_first - j0, t.live_last - j0);
 			else turn_values<false>(from, to, to_piece, warp, 0, BN);
@@ -432,13 +454,27 @@ DEVICE void turn_tiles(const ingot__gpu_args &a, uint32_t shared, const unsigned
 			__syncwarp();
 			if (leader) {
 				barrier_arrive(shared + AT_V_EMPTY + 8 * v.stage);
-				barrier_arrive(shared + AT_TURNED_FULL + 8 * v.stage);
+				barrier_arrive(shared + AT_TURNED_FULL + 8 * turned.stage);
 			}
 			v.next();
+			turned.next();
 		}
 	}
 }
 
+/* Whether a barrier's phase has ended, without waiting; and the wait where it had not. */
+DEVICE int barrier_ended(uint32_t barrier, uint32_t parity) {
+	int ended;
+	asm volatile("{\n"
+	             ".reg .pred done;\n"
+	             "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+	             "selp.b32 %0, 1, 0, done;\n"
+	             "}"
+	             : "=r"(ended)
+	             : "r"(barrier), "r"(parity)
+	             : "memory");
+	return ended;
+}
 /* ---- products of a warpgroup in e4m3 ------------------------------------------------------------------------------------ */
 
 /* As wgmma of sm90.h, d[64 x n] (+)= A[64 x 32] B[32 x n], both operands K-major. */
@@ -498,7 +534,7 @@ DEVICE void pin_all(float (&out)[OUT_PARTS][HEAD / OUT_PARTS / 2]) {
 /* A thread has two rows, 8 apart. Elements 4 n to 4 n + 3: columns 8 n + 2 (lane % 4) and the next, of the first and of the second
  * row. */
 struct rows {
-	float top0, top1;     /* reference of exponents: products q.k; -Inf before the first key */
+	float high0, high1;   /* reference of exponents: weights are 2^(s unit - high); -Inf before the first key */
 	float total0, total1; /* this thread's part of the sum of weights */
 };
 
@@ -524,56 +560,6 @@ DEVICE void mask_low(float (&s)[BN / 2], int low0, int low1) {
 	}
 }
 
-/* Scores to weights 2^(s unit - shift), and their sums. */
-DEVICE void weigh(float (&s)[BN / 2], float unit, float shift0, float shift1, float &sum0, float &sum1) {
-	float a = 0, b = 0, c = 0, d = 0;
-#pragma unroll
-	for (int i = 0; i < BN / 2; i += 4) {
-		s[i] = fast_exp2(fmaf(s[i], unit, -shift0));
-		s[i + 1] = fast_exp2(fmaf(s[i + 1], unit, -shift0));
-		s[i + 2] = fast_exp2(fmaf(s[i + 2], unit, -shift1));
-		s[i + 3] = fast_exp2(fmaf(s[i + 3], unit, -shift1));
-		a = i ? a + s[i] : s[i];
-		b = i ? b + s[i + 1] : s[i + 1];
-		c = i ? c + s[i + 2] : s[i + 2];
-		d = i ? d + s[i + 3] : s[i + 3];
-	}
-	sum0 = a + b;
-	sum1 = c + d;
-}
-
-/* The reference follows only where it falls behind by LAG; fade is then what the output shrinks by. True if it does in any row of the
- * warp. */
-DEVICE bool softmax(float (&s)[BN / 2], rows &r, float unit, float &fade0, float &fade1) {
-	float a = s[0], b = s[1], c = s[2], d = s[3];
-#pragma unroll
-	for (int i = 4; i < BN / 2; i += 4) {
-		a = fmaxf(a, s[i]);
-		b = fmaxf(b, s[i + 1]);
-		c = fmaxf(c, s[i + 2]);
-		d = fmaxf(d, s[i + 3]);
-	}
-	float top0 = fmaxf(a, b), top1 = fmaxf(c, d);
-	top0 = fmaxf(top0, lane_xor(top0, 1));
-	top1 = fmaxf(top1, lane_xor(top1, 1));
-	top0 = fmaxf(r.top0, fmaxf(top0, lane_xor(top0, 2)));
-	top1 = fmaxf(r.top1, fmaxf(top1, lane_xor(top1, 2)));
-	const bool moves = __any_sync(0xffffffffu, (top0 - r.top0) * unit > LAG || (top1 - r.top1) * unit > LAG);
-	fade0 = fade1 = 1.0f;
-	if (moves) {
-		fade0 = r.top0 == top0 ? 1.0f : fast_exp2((r.top0 - top0) * unit);
-		fade1 = r.top1 == top1 ? 1.0f : fast_exp2((r.top1 - top1) * unit);
-		r.top0 = top0;
-		r.top1 = top1;
-	}
-	float sum0, sum1;
-	weigh(s, unit, r.top0 == -INFINITY ? 0.0f : fmaf(r.top0, unit, -SHIFT),
-	      r.top1 == -INFINITY ? 0.0f : fmaf(r.top1, unit, -SHIFT), sum0, sum1);
-	r.total0 = r.total0 * fade0 + sum0;
-	r.total1 = r.total1 * fade1 + sum1;
-	return moves;
-}
-
 DEVICE uint32_t four_bytes(float a, float b, float c, float d) {
 	uint32_t x;
 	asm("{\n"
@@ -587,13 +573,98 @@ DEVICE uint32_t four_bytes(float a, float b, float c, float d) {
 	return x;
 }
 
-/* A lane's words hold keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of 16, c being lane % 4: as turn_values orders them. */
-DEVICE void pack(uint32_t (&p)[BN / 8], const float (&s)[BN / 2]) {
+/* Scores to weights 2^(s unit - high), packed, and their sums. A lane's words hold keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of 16, c being
+ * lane % 4: as turn_values orders them. */
+DEVICE void weigh(uint32_t (&p)[BN / 8], const float (&s)[BN / 2], float unit, float high0, float high1, float &sum0,
+                  float &sum1) {
+	float sum[4] = {0, 0, 0, 0}; /* of the even and the odd keys of each row */
 #pragma unroll
-	for (int i = 0; i < BN / 8; i += 2) {
-		const float *const x = &s[8 * (i / 2)];
-		p[i] = four_bytes(x[0], x[1], x[4], x[5]);
-		p[i + 1] = four_bytes(x[2], x[3], x[6], x[7]);
+	for (int i = 0; i < BN / 8; i++) {
+		const float *const x = &s[8 * (i / 2) + 2 * (i & 1)], high = i & 1 ? high1 : high0;
+		float w[4];
+#pragma unroll
+		for (int j = 0; j < 4; j++) {
+			float &to = sum[2 * (i & 1) + (j & 1)];
+			w[j] = fast_exp2(fmaf(x[j + (j & 2)], unit, -high));
+			to = i < 2 && j < 2 ? w[j] : to + w[j];
+		}
+		p[i] = four_bytes(w[0], w[1], w[2], w[3]);
+	}
+	sum0 = sum[0] + sum[1];
+	sum1 = sum[2] + sum[3];
+}
+
+/* The way without maxima. False, with scores lost, where a weight may have grown beyond P's type or is NaN. */
+DEVICE bool weigh_by_reference(uint32_t (&p)[BN / 8], const float (&s)[BN / 2], rows &r, float unit) {
+	float sum0, sum1;
+	weigh(p, s, unit, r.high0, r.high1, sum0, sum1);
+	if (__any_sync(0xffffffffu, !(sum0 < MOST && sum1 < MOST))) return false;
+	r.total0 += sum0;
+	r.total1 += sum1;
+	return true;
+}
+
+/* The way with maxima. The reference follows only where it falls behind by LAG; fade is then what the output shrinks by. True if it
+ * does in any row of the warp. */
+DEVICE bool weigh_by_maximum(uint32_t (&p)[BN / 8], const float (&s)[BN / 2], rows &r, float unit, float &fade0,
+                             float &fade1) {
+	float a = s[0], b = s[1], c = s[2], d = s[3];
+#pragma unroll
+	for (int i = 4; i < BN / 2; i += 4) {
+		a = fmaxf(a, s[i]);
+		b = fmaxf(b, s[i + 1]);
+		c = fmaxf(c, s[i + 2]);
+		d = fmaxf(d, s[i + 3]);
+	}
+	float top0 = fmaxf(a, b), top1 = fmaxf(c, d);
+	top0 = fmaxf(top0, lane_xor(top0, 1));
+	top1 = fmaxf(top1, lane_xor(top1, 1));
+	top0 = fmaxf(top0, lane_xor(top0, 2));
+	top1 = fmaxf(top1, lane_xor(top1, 2));
+	const float high0 = fmaf(top0, unit, -NEAR), high1 = fmaf(top1, unit, -NEAR);
+	const bool moves = __any_sync(0xffffffffu, high0 - r.high0 > LAG || high1 - r.high1 > LAG);
+	fade0 = fade1 = 1.0f;
+	if (moves) {
+		if (high0 > r.high0) {
+			fade0 = fast_exp2(r.high0 - high0);
+			r.high0 = high0;
+		}
+		if (high1 > r.high1) {
+			fade1 = fast_exp2(r.high1 - high1);
+			r.high1 = high1;
+		}
+	}
+	float sum0, sum1;
+	weigh(p, s, unit, r.high0 == -INFINITY ? 0.0f : r.high0, r.high1 == -INFINITY ? 0.0f : r.high1, sum0, sum1);
+	r.total0 = r.total0 * fade0 + sum0;
+	r.total1 = r.total1 * fade1 + sum1;
+	return moves;
+}
+
+/* This warp's 16 x BN scores once more, by the products of a warp. */
+DEVICE void repeat_scores(float (&s)[BN / 2], uint32_t q, uint32_t k, int warp) {
+	const int lane = lane_id(), q_row = warp * 16 + (lane & 15), k_row = (lane & 7) + (lane >> 4) * 8;
+#pragma unroll
+	for (int i = 0; i < BN / 2; i++) s[i] = 0;
+#pragma unroll 1
+	for (int i = 0; i < HEAD / 32; i++) {
+		uint32_t qf[4];
+		load_matrix4(qf, q + place_of<64>(q_row, 2 * i + (lane >> 4)));
+		const uint32_t from = k + place_of<BN>(k_row, 2 * i + (lane >> 3 & 1));
+#pragma unroll
+		for (int n = 0; n < BN / 16; n++) {
+			uint32_t kf[4];
+			load_matrix4(kf, from + n * 16 * 128);
+#pragma unroll
+			for (int m = 0; m < 2; m++) {
+				float *const d = &s[8 * n + 4 * m];
+				asm volatile(
+					"mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+					"{%0, %1, %2, %3};"
+					: "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+					: "r"(qf[0]), "r"(qf[1]), "r"(qf[2]), "r"(qf[3]), "r"(kf[2 * m]), "r"(kf[2 * m + 1]));
+			}
+		}
 	}
 }
 
@@ -611,9 +682,9 @@ DEVICE float4 folded_sum(float4 folded, const float *out, float fade0, float fad
 /* ---- the end of a tile ---------------------------------------------------------------------------------------------------- */
 
 /* From a row's reference and whole sum: what its output is multiplied by, and its LSE in base 2. */
-DEVICE float finish_row(float top, float total, float unit, bool has_sink, float sink, float &lse) {
-	const bool none = top == -INFINITY;
-	float high = none ? -INFINITY : fmaf(top, unit, -SHIFT), log_sum;
+DEVICE float finish_row(float high, float total, bool has_sink, float sink, float &lse) {
+	const bool none = high == -INFINITY;
+	float log_sum;
 	asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(total));
 	lse = none ? -INFINITY : high + log_sum;
 	float factor = none ? 0.0f : 1.0f / total;
@@ -668,11 +739,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 			barrier_init(shared + AT_Q_FULL + 8 * i, 1);
 			barrier_init(shared + AT_Q_EMPTY + 8 * i, 4 * OWNERS);
 		}
-		for (int i = 0; i < KV_STAGES; i++) {
+		for (int i = 0; i < K_STAGES; i++) {
 			barrier_init(shared + AT_K_FULL + 8 * i, 1);
 			barrier_init(shared + AT_K_EMPTY + 8 * i, 4 * OWNERS);
+		}
+		for (int i = 0; i < V_STAGES; i++) {
 			barrier_init(shared + AT_V_FULL + 8 * i, 1);
 			barrier_init(shared + AT_V_EMPTY + 8 * i, 4);
+		}
+		for (int i = 0; i < T_STAGES; i++) {
 			barrier_init(shared + AT_TURNED_FULL + 8 * i, 4);
 			barrier_init(shared + AT_TURNED_EMPTY + 8 * i, 4 * OWNERS);
 		}
@@ -696,8 +771,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 
 	registers_claim<OWNER_REGISTERS>();
 	const int group = warpgroup - 2, lane = lane_id();
+	const uint32_t never =
+		a.features & 0x80000000u; /* 0, unknown to the compiler, which would give both sets of P one place */
 	const bool leader = lane == 0;
-	const int my_row = group * 64 + warp * 16 + (lane >> 2), my_column = 2 * (lane & 3);
 	const uint64_t k_operand = operand(shared + AT_K, 16), v_operand = operand(shared + AT_TURNED, 16);
 	float4 *const folded =
 		(FOLD_SHARED(HEAD) ? (float4 *)(memory + AT_OUT + group * OUT_GROUP_BYTES)
@@ -705,9 +781,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 		warp * 32 + lane;
 	ring<TILE_STAGES> place = {0, 0};
 	ring<Q_STAGES(HEAD)> q = {0, 0};
-	ring<KV_STAGES> k = {0, 0}, v = {0, 0};
+	ring<K_STAGES> k = {0, 0};
+	ring<T_STAGES> v = {0, 0};
 	float s[BN / 2], out[OUT_PARTS][HEAD / OUT_PARTS / 2];
-	uint32_t p[BN / 8], held[HEAD / 8];
+	uint32_t p[BN / 8], next[BN / 8], held[HEAD / 8];
 	rows r;
 
 	for (;;) {
@@ -719,7 +796,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 		q.stage = same(q.stage), q.parity = same(q.parity);
 		k.stage = same(k.stage), k.parity = same(k.parity);
 		v.stage = same(v.stage), v.parity = same(v.parity);
-		r.top0 = r.top1 = -INFINITY;
+		r.high0 = r.high1 = -INFINITY;
 		r.total0 = r.total1 = 0;
 		const int head_k = t.head / a.group;
 		const float factors =
@@ -732,19 +809,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 		if (blocks > 0) {
 			const uint32_t q_at = shared + q.stage * Q_BYTES + group * Q_GROUP_BYTES;
 			const uint64_t q_operand = operand(q_at, 16);
-			/* blocks from high_from on and those before low_to hold pairs that this warp's rows do not see */
-			const int warp_row = group * 64 + warp * 16;
+			/* blocks from high_from on and those before low_to hold pairs that this warpgroup's rows do not see */
+			const int group_row = group * 64;
 			const int high_from =
-				same((MASKED ? max(min(t.keys, t.see_last + warp_row), 0) : t.keys) / BN) - first_block;
-			const int low_to = MASKED ? same((max(t.see_first + warp_row + 15, 0) + BN - 1) / BN) - first_block : 0;
+				same((MASKED ? max(min(t.keys, t.see_last + group_row), 0) : t.keys) / BN) - first_block;
+			const int low_to =
+				MASKED ? max(same((max(t.see_first + group_row + 63, 0) + BN - 1) / BN) - first_block, 0) : 0;
 			auto mask = [&](int n) {
-				const int to_mine = -(first_block + n) * BN - my_column;
+				const int lane = lane_read(),
+						  my_row = group * 64 + warp * 16 + (lane >> 2); /* not held through the loop */
+				const int to_mine = -(first_block + n) * BN - 2 * (lane & 3);
 				if (n >= high_from) {
 					const int end0 = MASKED ? min(t.keys, t.see_last + my_row) : t.keys;
 					const int end1 = MASKED ? min(t.keys, t.see_last + my_row + 8) : t.keys;
 					mask_high(s, end0 + to_mine, end1 + to_mine);
 				}
-				if (n < low_to) mask_low(s, t.see_first + my_row + to_mine, t.see_first + my_row + 8 + to_mine);
+				if (MASKED && n < low_to)
+					mask_low(s, t.see_first + my_row + to_mine, t.see_first + my_row + 8 + to_mine);
 			};
 
 			barrier_wait(shared + AT_Q_FULL + 8 * q.stage, q.parity);
@@ -764,41 +845,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 					load_matrix4(&held[4 * i], q_at + place_of<64>(warp * 16 + (lane & 15), 2 * i + (lane >> 4)));
 			}
 			float fade0, fade1;
+			int add = 0, held_blocks = 0;
+			bool folds = false;
+			float fold_fade0 = 0, fold_fade1 = 0; /* what the folded sums are still to shrink by */
+			auto k_at = [&] { return k_operand + (k.stage * KV_BYTES >> 4); };
+			auto v_at = [&] { return v_operand + (v.stage * TURNED_STEP >> 4); };
+
 			barrier_wait(shared + AT_K_FULL + 8 * k.stage, k.parity);
 			wgmma_fence();
-			multiply_qk(s, held, q_operand, k_operand + (k.stage * KV_BYTES >> 4));
+			multiply_qk(s, held, q_operand, k_at());
 			wgmma_commit();
 			wgmma_wait<0>();
 			pin(s);
 			if (leader) barrier_arrive(shared + AT_K_EMPTY + 8 * k.stage);
 			k.next();
 			mask(blocks - 1);
-			(void)softmax(s, r, unit, fade0, fade1);
-			pack(p, s);
-			int add = 0, held_blocks = 0;
-			bool folds = false;
-			float fold_fade0 = 0, fold_fade1 = 0; /* what the folded sums are still to shrink by */
+			(void)weigh_by_maximum(p, s, r, unit, fade0, fade1);
+			int k_there = 0, v_there = 0;
 
-			for (int n = blocks - 2; n >= 0; n--) {
-				barrier_wait(shared + AT_K_FULL + 8 * k.stage, k.parity);
+			/* Q K of a block, P V of the one before with the weights in `now` */
+			auto issue = [&](const uint32_t(&now)[BN / 8]) {
+				if (!k_there) barrier_wait(shared + AT_K_FULL + 8 * k.stage, k.parity);
 				wgmma_fence();
-				multiply_qk(s, held, q_operand, k_operand + (k.stage * KV_BYTES >> 4));
+				multiply_qk(s, held, q_operand, k_at());
 				wgmma_commit();
-				barrier_wait(shared + AT_TURNED_FULL + 8 * v.stage, v.parity);
+				if (!v_there) barrier_wait(shared + AT_TURNED_FULL + 8 * v.stage, v.parity);
 				wgmma_fence();
-				multiply_pv(out, p, v_operand + (v.stage * TURNED_STEP >> 4), add);
+				multiply_pv(out, now, v_at(), add);
 				wgmma_commit();
 				add = 1;
 				wgmma_wait<1>();
 				pin(s);
-				if (leader) barrier_arrive(shared + AT_K_EMPTY + 8 * k.stage);
-				k.next();
-				if (n >= high_from || n < low_to) mask(n);
-				const bool moved = softmax(s, r, unit, fade0, fade1);
+			};
+			auto shrunk = [&](bool moved) {
 				wgmma_wait<0>();
 				pin_all(out);
-				if (leader) barrier_arrive(shared + AT_TURNED_EMPTY + 8 * v.stage);
+				if (!moved) return;
+				shrink(out, fade0, fade1);
+				fold_fade0 *= fade0;
+				fold_fade1 *= fade1;
+			};
+			auto complete = [&] {
+				const int k_stage = k.stage, v_stage = v.stage;
+				k.next();
 				v.next();
+				k_there = barrier_ended(shared + AT_K_FULL + 8 * k.stage, k.parity);
+				v_there = barrier_ended(shared + AT_TURNED_FULL + 8 * v.stage, v.parity);
+				if (leader) barrier_arrive(shared + AT_K_EMPTY + 8 * k_stage);
+				wgmma_wait<0>();
+				pin_all(out);
+				if (leader) barrier_arrive(shared + AT_TURNED_EMPTY + 8 * v_stage);
 				if (++held_blocks == FOLD_BLOCKS) {
 					if (FOLD_SHARED(HEAD) && !folds) { /* where the last tile's output may still be */
 						if (warp == 0 && leader) store_wait_read();
@@ -814,17 +910,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 					folds = true;
 					fold_fade0 = fold_fade1 = 1;
 					held_blocks = add = 0;
-				} else if (moved) shrink(out, fade0, fade1);
-				if (moved) {
-					fold_fade0 *= fade0;
-					fold_fade1 *= fade1;
 				}
-				pack(p, s);
+			};
+			/* without maxima; with them where that fails */
+			auto step = [&](const uint32_t(&now)[BN / 8], uint32_t(&next)[BN / 8]) {
+				issue(now);
+				if (!weigh_by_reference(next, s, r, unit)) {
+					repeat_scores(s, q_at, shared + AT_K + k.stage * KV_BYTES, warp);
+					shrunk(weigh_by_maximum(next, s, r, unit, fade0, fade1));
+				}
+				complete();
+			};
+			/* pairs of blocks without maxima, for the two places of weights */
+			const int fast_from = min(high_from, blocks - 2);
+			for (int n = blocks - 2; n >= 0;) {
+				if (n >= fast_from || n < low_to || (n - low_to) % 2 == 0) {
+					issue(p);
+					mask(n);
+					const bool moved = weigh_by_maximum(next, s, r, unit, fade0, fade1);
+					shrunk(moved);
+					complete();
+#pragma unroll
+					for (int i = 0; i < BN / 8; i++) p[i] = next[i] | never;
+					n--;
+				}
+				for (; n < fast_from && n > low_to && (n - low_to) % 2 != 0; n -= 2) {
+					step(p, next);
+					step(next, p);
+				}
 			}
 			if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * q.stage);
 			barrier_wait(shared + AT_TURNED_FULL + 8 * v.stage, v.parity);
 			wgmma_fence();
-			multiply_pv(out, p, v_operand + (v.stage * TURNED_STEP >> 4), add);
+			multiply_pv(out, p, v_at(), add);
 			wgmma_commit();
 			wgmma_wait<0>();
 			pin_all(out);
@@ -852,8 +970,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 		const bool has_sink = a.features & F_SINK;
 		const float sink = has_sink ? a.sink[t.head * a.sink_stride] * LOG2E : 0.0f;
 		float lse0, lse1;
-		float factor0 = finish_row(r.top0, r.total0, unit, has_sink, sink, lse0);
-		float factor1 = finish_row(r.top1, r.total1, unit, has_sink, sink, lse1);
+		float factor0 = finish_row(r.high0, r.total0, has_sink, sink, lse0);
+		float factor1 = finish_row(r.high1, r.total1, has_sink, sink, lse1);
 		if (a.lse && (lane & 3) == 0) {
 			float *const to = a.lse + t.batch * a.lse_stride[0] + t.head * a.lse_stride[1];
 			const float base = a.lse_base ? 1.0f : LN2;
