@@ -105,6 +105,13 @@ def test_a_worker_that_waits_for_a_gpu_does_not_stand_still(peer, watch, monkeyp
     assert "gw1 (pid %d) leases GPU 0 (ffffffff:00:00.0) after" % waiting.pid in told
 
 
+def test_a_worker_that_lived_between_two_looks_is_seen(peer, watch):
+    peer("test_a.py::test_a")
+    endings.add(watch.lock_file, "run", "gw7", "test_a.py::test_b", "the GPU's context is dead", reported=True)
+    assert watch.look(1)
+    assert watch.seen == {("run", "gw0"), ("run", "gw7")}
+
+
 def test_one_run_can_be_watched_alone(peer, lockfile):
     watch = Watch(open_lock_file(lockfile), timeout=10, grace=5, run="mine")
     mine, other = peer("test_a.py::test_a", run="mine"), peer("test_a.py::test_a", run="other")

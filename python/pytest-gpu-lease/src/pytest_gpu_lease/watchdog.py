@@ -44,17 +44,20 @@ class Watch:
         self.grace = grace
         self.run = run
         self.watched = {}  # by (pid, start)
-        self.seen = set()
+        self.seen = set()  # (run, worker)
 
     def look(self, passed):
         """Acts on every worker, `passed` seconds after the last look; whether any process of the run lives."""
         living = [record for record in self.lock_file.living() if self.run is None or record["run"] == self.run]
+        # A worker that a test soon ended may have lived between two looks.
+        for run in {record["run"] for record in living if record["run"]}:
+            self.seen |= {(run, ending["worker"]) for ending in endings.read(self.lock_file, run)}
         now = {}
         for record in living:
             if record["worker"] is None:
                 continue
             key = (record["pid"], record["started"])
-            self.seen.add(key)
+            self.seen.add((record["run"], record["worker"]))
             now[key] = self.watched.get(key) or Watched()
             self.act(now[key], record, passed)
         for key, worker in self.watched.items():
