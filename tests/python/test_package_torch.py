@@ -523,6 +523,7 @@ def test_subclasses_and_modes_find_the_function_in_its_place(device):
                 compiled = torch.compile(lambda *x: F.scaled_dot_product_attention(*x), fullgraph=True, backend="aot_eager")
                 # on a GPU PyTorch's own cannot be compiled everywhere
                 for run in (F.scaled_dot_product_attention, compiled) if device == "cpu" else (F.scaled_dot_product_attention,):
+                    # the mask picks is_causal where that says the same, another kernel with sums in another order
                     assert torch.allclose(run(q, k, v, bias), want, rtol=0, atol=1e-5), (make_bias, sq, sk)
         torch._dynamo.reset()
         q = torch.randn(1, 2, 3, 16)
@@ -536,6 +537,7 @@ def test_subclasses_and_modes_find_the_function_in_its_place(device):
         for plain in (torch.nn.Buffer(q), torch.nn.Parameter(q)):
             torch._dynamo.reset()
             got = torch.compile(call, backend="aot_eager", fullgraph=True)(plain, plain, plain)
+            # Ingot's kernel sums in another order than PyTorch's
             assert torch.allclose(got, original(plain, plain, plain), rtol=0, atol=1e-5)
         torch._dynamo.reset()
         with Mode():
@@ -570,6 +572,7 @@ def test_memory_is_in_the_order_of_q(device):
                 compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
                 for out in (call(leaf, k, v), compiled(leaf, k, v)):
                     rows_first = out.transpose(1, 2).is_contiguous()
+                    # Ingot's kernel sums in another order than PyTorch's
                     assert torch.allclose(out, want, rtol=0, atol=1e-5)
                     assert rows_first == (q.stride(1) < q.stride(2)) and rows_first != out.is_contiguous()
                     assert out.stride() == want.stride() or device != "cpu"
@@ -599,6 +602,7 @@ def test_forward_mode_is_torchs(device):
                 it.attention(k, dual, v)
             with pytest.raises(NotImplementedError):
                 op(k, dual, v, *terms())
+            # Ingot's kernel sums in another order than PyTorch's
             assert torch.allclose(it.scaled_dot_product_attention(k, k, v), original(k, k, v), rtol=0, atol=1e-5)
     counted = {"backends chosen by torch.nn.attention.sdpa_kernel": 2, "forward-mode differentiation": 2 if device == "cpu" else 0}
     assert it.statistics(reset=True) == {"ingot": 2, "original": {reason: n for reason, n in counted.items() if n}}
@@ -645,7 +649,7 @@ def test_scripted_code_is_torchs():
     want = original(x, x, x), heads(y, y, y)[0]
     with it.enable():
         assert torch.equal(torch.jit.script(Model())(x), want[0])
-        assert torch.allclose(torch.jit.script(heads)(y, y, y)[0], want[1], rtol=0, atol=1e-5)
+        assert torch.equal(torch.jit.script(heads)(y, y, y)[0], want[1])
 
 
 def test_refusals():

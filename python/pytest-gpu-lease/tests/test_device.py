@@ -10,7 +10,8 @@ from test_runs import USE, check_log
 
 from pytest_gpu_lease import gpus
 
-# Asked by a program of its own, so that this process has no context.
+# Nothing here can be shown without a real driver; test_runs.py does the same with a pretended one. nvidia-smi is a process of its
+# own, so that this one has no context.
 NVIDIA_SMI = shutil.which("nvidia-smi")
 if not NVIDIA_SMI or not importlib.util.find_spec("torch"):
     pytest.skip("needs an NVIDIA GPU, nvidia-smi and torch", allow_module_level=True)
