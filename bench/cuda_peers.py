@@ -12,7 +12,7 @@ the error against fp64 on the same inputs and whether it passes the rule of docs
 to Ingot's. --json is written after every row, and the same command goes on where it was stopped. Inputs are normal unless --data
 names kinds that are hard on a softmax: grow30 and grow300 (scores rise by so many nats along the keys), fall300, saw150 (a sawtooth
 of 896 keys), outliers (two loud channels, a loud first key), late (one key near the end outweighs all), cold (all scores near
--200), loud (q and k times 30), minilm (what the attention of a real sentence model read, examples/minilm.safetensors).
+-200), loud (q and k times 30), minilm (what the attention of a real sentence model read, examples/minilm.safetensors; needs the package safetensors).
 """
 import argparse
 import json
