@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -155,6 +156,18 @@ def mesh(size):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert ring.ring_attention(q, k, v, group=axes).dtype == torch.bfloat16
     ring.ring_attention(DTensor.from_local(q, axes, [Replicate()]), k, v, group=axes)
+
+
+def outlive(size):
+    """A graph lives longer than its group, and does not keep that."""
+    group = dist.new_group(list(range(size)))
+    held = weakref.ref(group)
+    q, k, v = (x.requires_grad_() for x in make("f32", *[(1, 2, 4, 8)] * 3))
+    out = ring.ring_attention(q, k, v, group=group)
+    dist.destroy_process_group(group)
+    del group
+    assert held() is None
+    out.sum().backward()
 
 
 def leave(size, how, rank):

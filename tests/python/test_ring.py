@@ -313,6 +313,12 @@ def test_meshes_and_their_tensors(ranks):
             raise error
 
 
+def test_a_graph_does_not_keep_its_group(ranks):
+    for error in ranks.each("outlive", 4):
+        with pytest.raises(ingot.InvalidError, match="group was destroyed before the backward, which needs it"):
+            raise error
+
+
 @pytest.mark.parametrize("how, within", [("ends", 10), ("sleeps", 10)])
 def test_a_rank_that_is_gone(tmp_path, how, within):
     """The others get an error, at the latest after the group's timeout of two seconds, in place of waiting for ever."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import weakref
 from typing import Any, Literal, NamedTuple, Optional
 
 import torch
@@ -180,7 +181,16 @@ class _Ring:
     """This rank's exchanges with the others, which `land` in the order in which they were begun."""
 
     def __init__(self, group: Group, rank: int, size: int):
-        self.group, self.rank, self.size, self.flying = group, rank, size, []
+        # Weakly, since graphs keep this: a group that is held after destroy_process_group runs its threads until Python ends,
+        # and one of gloo's that frees a tensor then aborts the process.
+        self._group, self.rank, self.size, self.flying = weakref.ref(group), rank, size, []
+
+    @property
+    def group(self) -> Group:
+        group = self._group()
+        if group is None:
+            raise _invalid("group was destroyed before the backward, which needs it")
+        return group
 
     def source(self, step: int) -> int:
         return (self.rank - step) % self.size
