@@ -3,8 +3,9 @@
 #
 #     tests/device/sanitize.sh BUILD RESULTS [SECONDS]
 #
-# BUILD as in check.sh; RESULTS gets a file for each tool and kernel. SECONDS are of checking, for a kernel and tool (20). Exit
-# status: not 0 when a tool found something or nothing ran.
+# BUILD as in check.sh; RESULTS gets a file for each tool and kernel. SECONDS are of checking, for a kernel and tool (20). What a
+# tool finds is printed with its places, offsets into the kernel as `cuobjdump -sass` counts them. Exit status: not 0 when a tool
+# found something or nothing ran.
 set -u
 build=$1 results=$2 seconds=${3:-20} status=0
 mkdir -p "$results"
@@ -23,6 +24,7 @@ for tool in memcheck racecheck; do
 		compute-sanitizer --tool $tool --error-exitcode 9 "$build/ingot" check --device cuda:0 --jobs 4 \
 			--backend "cuda/$kernel" --seconds "$seconds" $cases >"$file" 2>&1 || status=1
 		echo "$tool $kernel: $(grep -E "^(PASS|FAIL|INCONCLUSIVE)" "$file"), $(grep SUMMARY "$file")"
+		sed -n 's/^=* *\(\(Error\|Warning\): \|Invalid \)/    \1/p' "$file" | sort | uniq -c | sort -rn | head -20
 	done
 done
 exit $status
