@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "pipeline.h"
+#include "support/arithmetic.h"
 #include "support/error.h"
 #include "support/log.h"
 
@@ -84,8 +85,10 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 
 static ingot_status make_call(const char *function, ingot__operator op, verb v, const void *params, ingot_stream stream,
                               const ingot_options *given, const answer *a) {
+	const ingot__arithmetic before = ingot__arithmetic_begin();
 	ingot__error_begin(function);
 	const ingot_status s = run(function, op, v, params, stream, given, a);
+	ingot__arithmetic_end(before);
 	if (!s)
 		ingot__error_begin(function); /* a folder without packs, a candidate that cannot run: no error of this call */
 	return s;

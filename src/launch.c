@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 
 #include "pipeline.h"
+#include "support/arithmetic.h"
 #include "support/error.h"
 #include "support/threads.h"
 
@@ -128,7 +129,9 @@ static void run_lane(void *argument, int lane) {
 }
 
 static void run_lane_of_caller(void *argument, int64_t lane) {
+	const ingot__arithmetic before = ingot__arithmetic_begin();
 	run_lane(argument, (int)lane);
+	ingot__arithmetic_end(before);
 }
 
 static void run_steps(const ingot__problem *problem, const ingot_options *options, const ingot__plan *plan, int threads,

@@ -5,6 +5,8 @@
 #include "support_api.h"
 
 #include <dlfcn.h>
+#include <fenv.h>
+#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -12,6 +14,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 static ingot_options deterministic(int threads) {
 	return (ingot_options){.struct_size = sizeof(ingot_options), .flags = INGOT_DETERMINISTIC, .num_threads = threads};
@@ -82,6 +87,85 @@ static void test_thread_counts(void **state) {
 		assert_ok(run_both(&b, &o));
 		assert_true(same(&a, &b));
 		attention_end(&a), attention_end(&b);
+	}
+}
+
+/* ---- the caller's floating-point environment ----------------------------------------------------------------------------- */
+
+enum { FLUSHING, ROUNDING_UP, TRAPPING, ENVIRONMENTS };
+
+static void disturb(int how) {
+	if (how == ROUNDING_UP) (void)fesetround(FE_UPWARD);
+	if (how == TRAPPING) (void)feenableexcept(FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW);
+#if defined(__x86_64__)
+	if (how == FLUSHING) _mm_setcsr(_mm_getcsr() | 0x8040);
+#endif
+}
+
+typedef struct lane {
+	int how;
+	void (*body)(void *argument, int64_t index);
+	void *argument;
+	int64_t index;
+} lane;
+
+static void *run_disturbed(void *argument) {
+	const lane *const l = argument;
+	disturb(l->how);
+	l->body(l->argument, l->index);
+	return NULL;
+}
+
+static void by_disturbed_threads(void *context, int64_t count, void (*body)(void *argument, int64_t index),
+                                 void *argument) {
+	for (int64_t i = 0; i < count; i++) {
+		lane l = {*(const int *)context, body, argument, i};
+		pthread_t thread;
+		if (pthread_create(&thread, NULL, run_disturbed, &l) || pthread_join(thread, NULL)) abort();
+	}
+}
+
+/* In a process of its own: a trap ends it. Values and gradients are small enough for denormals to matter. */
+static int environment(void *argument) {
+	const int how = *(const int *)argument;
+	attention a, b;
+	attention_begin(&a, INGOT_F32, 2, 4, 2, 150, 190, 40, 5), attention_begin(&b, INGOT_F32, 2, 4, 2, 150, 190, 40, 5);
+	a.fwd.mask = b.fwd.mask = INGOT_MASK_CAUSAL;
+	a.fwd.align = b.fwd.align = INGOT_BOTTOM_RIGHT;
+	attention_backward(&a, 5), attention_backward(&b, 5);
+	const ingot_tensor *const small[] = {&a.fwd.v, &b.fwd.v, &a.bwd.dout, &b.bwd.dout};
+	for (int t = 0; how == FLUSHING && t < 4; t++)
+		for (int64_t i = 0; i < elements(small[t]); i++) set_value(small[t], i, value(small[t], i) * 1e-38f);
+	ingot_options o = deterministic(1);
+	if (run_both(&a, &o)) return 1;
+	fenv_t before;
+	(void)fegetenv(&before);
+	for (int round = 0; round < 8; round++) {
+		o = deterministic(round % 4 + 1);
+		int context = how;
+		if (round >= 4) o.parallel_for = by_disturbed_threads, o.parallel_context = &context;
+		disturb(how);
+		(void)feclearexcept(FE_ALL_EXCEPT);
+		const int rounding = fegetround(), traps = fegetexcept();
+		const ingot_status status = run_both(&b, &o);
+		const bool left_alone = fegetround() == rounding && fegetexcept() == traps && fetestexcept(FE_ALL_EXCEPT) == 0;
+		(void)fesetenv(&before);
+		if (status || !left_alone) return 2;
+		if (!same(&a, &b)) return 3;
+	}
+	/* A refusal reads numbers, too. */
+	disturb(how);
+	a.fwd.dropout_p = NAN;
+	const ingot_status status = ingot_attn_fwd(&a.fwd, cpu, NULL);
+	(void)fesetenv(&before);
+	attention_end(&a), attention_end(&b);
+	return status == INGOT_INVALID ? 42 : 4;
+}
+
+static void test_floating_point_environment(void **state) {
+	for (int how = 0; how < ENVIRONMENTS; how++) {
+		const int status = run_fork(environment, &how, 60);
+		if (status != 42) fail_msg("environment %d: status %d", how, status);
 	}
 }
 
@@ -353,6 +437,7 @@ int main(int argc, char **argv) {
 	}
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_thread_counts),
+		cmocka_unit_test(test_floating_point_environment),
 		cmocka_unit_test(test_environments),
 		cmocka_unit_test(test_first_calls),
 		cmocka_unit_test(test_fork),
