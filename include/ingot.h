@@ -252,7 +252,7 @@ typedef struct ingot_attn_fwd_params {
 	uint64_t dropout_seed;
 	uint64_t dropout_offset;
 	/* Mandatory where a side is stacked (batch, its max_seqlen) or paged by CSR (batch, max_seqlen_k); otherwise 0 or
-	 * equal to the storage. 0 to 2^31 - 1. */
+	 * equal to the storage. 0 to 2^31 - 1; batch * Hq * max_seqlen_q at most 2^44, batch * Hk * max_seqlen_k 2^53. */
 	int64_t batch;
 	int64_t max_seqlen_q;
 	int64_t max_seqlen_k;

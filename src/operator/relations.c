@@ -143,6 +143,15 @@ static ingot_status need_pages(const ingot__raw *raw, ingot__problem *p, const c
 	return INGOT_OK;
 }
 
+/* Plans multiply the rows of a side by head sizes, splits and bytes, in 64 bits. */
+static ingot_status need_countable(const ingot__problem *p, int64_t heads, const ingot__side *side, int bits,
+                                   const char *heads_name, const char *max_name) {
+	const double rows = (double)p->batch * (double)heads * (double)(side->max_seqlen ? side->max_seqlen : 1);
+	if (rows <= ldexp(1, bits)) return INGOT_OK;
+	return ingot__fail(INGOT_INVALID, "batch %lld, %s %lld and %s %lld: their product must be at most 2^%d",
+	                   L(p->batch), heads_name, L(heads), max_name, L(side->max_seqlen), bits);
+}
+
 ingot_status ingot__need_sides(const ingot__raw *raw, ingot__problem *p, const char *q, const char *k,
                                const char *q_prefix) {
 	const ingot_tensor *qt = p->op == INGOT__KV_APPEND ? &p->k_new : &p->q;
@@ -187,7 +196,11 @@ ingot_status ingot__need_sides(const ingot__raw *raw, ingot__problem *p, const c
 	if (q_stacked && batch == 0 && raw->q_lengths.dtype == INGOT_NONE && qt->shape[2] > 0)
 		return ingot__fail(INGOT_INVALID, "batch is 0; it is mandatory where %s is stacked", q);
 	if (q_byte || k_byte) p->features |= INGOT__VARLEN;
-	return INGOT_OK;
+	const bool by_query = q_prefix[0] == 'q' && p->heads_q > 0;
+	if ((s = need_countable(p, by_query ? p->heads_q : p->heads_k, &p->q_side, 44, by_query ? "Hq" : "Hk",
+	                        q_prefix[0] == 'q' ? "max_seqlen_q" : "max_seqlen_new")))
+		return s;
+	return need_countable(p, p->heads_k, &p->k_side, 53, "Hk", "max_seqlen_k");
 }
 
 /* ---- mask ------------------------------------------------------------------------------------------------------------ */

@@ -383,6 +383,50 @@ static void test_bounds(void **state) {
 	each("attn_bwd", bounds_backward);
 }
 
+/* ---- sizes whose products leave 64 bits ------------------------------------------------------------------------------------ */
+
+/* A plan multiplies them; a product that wraps to 0 once divided by it. Nothing but a few tokens has to exist for such a call. */
+static void test_sizes_beyond_counting(void **state) {
+	const int64_t many = INT32_MAX;
+	uint64_t bytes;
+	attention a;
+	attention_begin(&a, INGOT_F32, 1, 2, 2, 10, 10, 8, 11);
+	int32_t unread;
+	a.fwd.varlen = INGOT_VARLEN(INGOT_SIDE(1, INGOT_LENGTH_MAX, INGOT_POSITION_IMPLIED),
+	                            INGOT_SIDE(1, INGOT_LENGTH_MAX, INGOT_POSITION_IMPLIED), 0);
+	a.fwd.lse = TENSOR(a.fwd.lse.data, INGOT_F32, 2, 10);
+	a.fwd.batch = a.fwd.max_seqlen_q = many;
+	a.fwd.max_seqlen_k = 10;
+	assert_status(ingot_attn_fwd_workspace(&a.fwd, cpu, NULL, &bytes), INGOT_INVALID);
+	assert_sentence("batch 2147483647, Hq 2 and max_seqlen_q 2147483647");
+	assert_sentence("2^44");
+	attention_backward(&a, 11);
+	assert_status(ingot_attn_bwd(&a.bwd, cpu, NULL), INGOT_INVALID);
+	assert_sentence("max_seqlen_q");
+	assert_true(poisoned(&a.bwd.dq));
+	a.fwd.max_seqlen_q = 10;
+	a.fwd.max_seqlen_k = many;
+	assert_status(ingot_attn_fwd(&a.fwd, cpu, NULL), INGOT_INVALID);
+	assert_sentence("max_seqlen_k");
+	assert_true(poisoned(&a.fwd.out));
+
+	/* No query heads: the key heads count. */
+	ingot_attn_bwd_params b = {.struct_size = sizeof b};
+	b.q = b.out = b.dout = b.dq = TENSOR(NULL, INGOT_F32, many, 0, many, 1);
+	b.lse = TENSOR(NULL, INGOT_F32, many, 0, many);
+	b.k = b.v = b.dk = b.dv = TENSOR(NULL, INGOT_F32, many, 4, 10, 1);
+	assert_status(ingot_attn_bwd_workspace(&b, cpu, NULL, &bytes), INGOT_INVALID);
+	assert_sentence("Hk 4");
+
+	ingot_kv_append_params k = {.struct_size = sizeof k, .varlen = 0x0400};
+	k.k_new = TENSOR(NULL, INGOT_F32, many, 1 << 20, 1 << 5, 1);
+	k.k = TENSOR(NULL, INGOT_F32, many, 1 << 20, 1, 1);
+	k.k_lengths = TENSOR(&unread, INGOT_I32, many);
+	assert_status(ingot_kv_append_workspace(&k, cpu, NULL, &bytes), INGOT_INVALID);
+	assert_sentence("max_seqlen_new");
+	attention_end(&a);
+}
+
 int main(void) {
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_empty),
@@ -390,6 +434,7 @@ int main(void) {
 		cmocka_unit_test(test_expanded_gradient),
 		cmocka_unit_test(test_dropout_rates),
 		cmocka_unit_test(test_bounds),
+		cmocka_unit_test(test_sizes_beyond_counting),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }
