@@ -676,7 +676,7 @@ static int fail_once(void *argument) {
 	const trial *const t = argument;
 	make_calls();
 	double_inject(NULL, t->nth, t->error, t->lost);
-	int failed = 0, after = 0;
+	int failed = 0;
 	for (int i = 0; i < CALLS; i++) {
 		const ingot_options o = options_of(&calls[i]);
 		const bool had = double_injected() != NULL;
@@ -688,7 +688,6 @@ static int fail_once(void *argument) {
 		}
 		if (had && !t->lost) { /* healthy again */
 			CHECK(!s && !*sentence, "after %s in an earlier call: %s", where, sentence);
-			after++;
 			continue;
 		}
 		failed++;
