@@ -141,7 +141,7 @@ static void find(void) {
 	const char *text;
 	const int asked = ingot__threads_variable(&text);
 	if (asked < 0) ingot__log(1, "INGOT_NUM_THREADS is \"%s\"; allowed are 1 to %d; it is ignored", text, INGOT__LANES);
-	cpu.threads = asked > 0 ? asked : ingot__processors();
+	cpu.threads = asked > 0 ? asked : ingot__processors_of_process();
 	ingot__log(3, "CPU: %s, %s, %d threads", cpu.arch, cpu.model, cpu.threads);
 }
 

@@ -130,6 +130,22 @@ static void forget_workers(void) {
 	atomic_store(&pool.taken, false);
 }
 
+enum { MASK_WORDS = 8 };
+
+/* The processors of a thread, 0: the calling one; none if they cannot be told. */
+static int mask_of(pid_t thread, cpu_set_t mask[MASK_WORDS]) {
+	const size_t size = MASK_WORDS * sizeof *mask;
+	return sched_getaffinity(thread, size, mask) == 0 ? CPU_COUNT_S(size, mask) : 0;
+}
+
+static int mask_of_process(cpu_set_t mask[MASK_WORDS]) {
+	cpu_set_t own[MASK_WORDS];
+	const int first = mask_of(getpid(), mask), here = mask_of(0, own);
+	if (here <= first) return first;
+	memcpy(mask, own, sizeof own);
+	return here;
+}
+
 static void create_workers(int wanted) {
 	if (pool.workers >= wanted) return;
 	if (pool.create_pause > 0) {
@@ -144,6 +160,9 @@ static void create_workers(int wanted) {
 	}
 	(void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
 	(void)pthread_attr_setstacksize(&attributes, STACK_BYTES);
+	/* They serve every caller, so the mask of the one that needs them first is not theirs. */
+	cpu_set_t mask[MASK_WORDS];
+	if (mask_of_process(mask) > 0) (void)pthread_attr_setaffinity_np(&attributes, sizeof mask, mask);
 	/* Signals belong to the program's own threads. */
 	sigset_t all, before;
 	(void)sigfillset(&all);
@@ -195,15 +214,23 @@ void ingot__parallel(int lanes, void (*body)(void *argument, int lane), void *ar
 	atomic_store_explicit(&pool.taken, false, memory_order_release);
 }
 
+static int lanes_of(int processors) {
+	return processors < 1 ? 1 : processors > INGOT__LANES ? INGOT__LANES : processors;
+}
+
+int ingot__processors_of_process(void) {
+	cpu_set_t mask[MASK_WORDS];
+	return lanes_of(mask_of_process(mask));
+}
+
 int ingot__processors(void) {
 	/* The mask is the thread's own, so the memory of it is, too. */
 	static _Thread_local int64_t read_at;
 	static _Thread_local int count;
 	const int64_t time = now(CLOCK_MONOTONIC_COARSE);
 	if (count == 0 || time - read_at > MASK_NANOSECONDS) {
-		cpu_set_t mask[8];
-		const int bits = sched_getaffinity(0, sizeof mask, mask) == 0 ? CPU_COUNT_S(sizeof mask, mask) : 1;
-		count = bits < 1 ? 1 : bits > INGOT__LANES ? INGOT__LANES : bits;
+		cpu_set_t mask[MASK_WORDS];
+		count = lanes_of(mask_of(0, mask));
 		read_at = time;
 	}
 	return count;

@@ -17,6 +17,10 @@ void ingot__parallel(int lanes, void (*body)(void *argument, int lane), void *ar
  * quarter of a second. */
 int ingot__processors(void);
 
+/* How many processors the process may run on, 1 to INGOT__LANES: those of its first thread or of the calling one, whichever
+ * has more, since frameworks pin some of their threads. The library's threads run on these. */
+int ingot__processors_of_process(void);
+
 /* The environment's INGOT_NUM_THREADS: 1 to INGOT__LANES; 0 when it is unset or empty; -1 when it is anything else, which
  * the caller reports and ignores. *text is what was given, NULL when unset. */
 int ingot__threads_variable(const char **text);

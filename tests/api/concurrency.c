@@ -2,6 +2,7 @@
  * Threads and forks as programs use them: results that do not depend on the number of threads, first calls from many threads
  * at once, use on both sides of a fork, memory that does not grow with the number of shapes or of threads.
  */
+#define INGOT_EXPERIMENTAL
 #include "support_api.h"
 
 #include <dlfcn.h>
@@ -187,11 +188,30 @@ static int checksum(void) {
 	return 0;
 }
 
-static int checksum_pinned(void) {
+static int pin(void) {
 	cpu_set_t mask;
 	CPU_ZERO(&mask);
 	CPU_SET((size_t)sched_getcpu(), &mask);
-	return sched_setaffinity(0, sizeof mask, &mask) ? 1 : checksum();
+	return sched_setaffinity(0, sizeof mask, &mask);
+}
+
+static int checksum_pinned(void) {
+	return pin() ? 1 : checksum();
+}
+
+static void *count_pinned(void *argument) {
+	if (pin() || ingot_device_describe(cpu, NULL, 0, NULL, 0, argument)) *(int32_t *)argument = 0;
+	return NULL;
+}
+
+/* The first call comes from a thread that is pinned: the process may run on more. */
+static int first_call_pinned(void) {
+	cpu_set_t mask;
+	pthread_t thread;
+	int32_t threads = 0;
+	if (sched_getaffinity(0, sizeof mask, &mask) || pthread_create(&thread, NULL, count_pinned, &threads)) return 1;
+	pthread_join(thread, NULL);
+	return threads == CPU_COUNT(&mask) ? 42 : 2;
 }
 
 static int checksum_with_openmp(void) {
@@ -204,6 +224,8 @@ static void test_environments(void **state) {
 	char plain[4096], text[4096];
 	assert_int_equal(run_self("checksum", NULL, 60, plain, sizeof plain), 0);
 	assert_non_null(strstr(plain, "sum "));
+	static const char *const unset[] = {"INGOT_NUM_THREADS=", NULL};
+	assert_int_equal(run_self("pinned-first", unset, 60, text, sizeof text), 42);
 	static const char *const good[] = {"INGOT_NUM_THREADS=1", "INGOT_NUM_THREADS=3",  "INGOT_NUM_THREADS=256",
 	                                   "INGOT_NUM_THREADS=",  "OMP_NUM_THREADS=0",    "OMP_NUM_THREADS=abc",
 	                                   "OMP_NUM_THREADS=-1",  "GOMP_CPU_AFFINITY=99", "OMP_PROC_BIND=garbage",
@@ -432,6 +454,7 @@ int main(int argc, char **argv) {
 	if (argc == 2) {
 		if (strcmp(argv[1], "checksum") == 0) return checksum();
 		if (strcmp(argv[1], "pinned") == 0) return checksum_pinned();
+		if (strcmp(argv[1], "pinned-first") == 0) return first_call_pinned();
 		if (strcmp(argv[1], "openmp") == 0) return checksum_with_openmp();
 		if (strcmp(argv[1], "first") == 0) return first_calls();
 	}

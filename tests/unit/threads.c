@@ -273,8 +273,46 @@ static int pinned(void) {
 	return 0;
 }
 
+static cpu_set_t whole; /* the process's mask */
+static pthread_t pinned_caller;
+static atomic_int wide_lanes, narrow_lanes; /* run by other threads than the caller */
+
+static void look_at_mask(void *argument, int lane) {
+	(void)argument, (void)lane;
+	cpu_set_t mask;
+	if (!pthread_equal(pthread_self(), pinned_caller) && sched_getaffinity(0, sizeof mask, &mask) == 0)
+		atomic_fetch_add(CPU_EQUAL(&mask, &whole) ? &wide_lanes : &narrow_lanes, 1);
+	struct timespec pause = {0, 10000000};
+	nanosleep(&pause, NULL); /* or the caller would have done all lanes before a worker is there */
+}
+
+static void *first_use_of_pinned_thread(void *argument) {
+	cpu_set_t one;
+	CPU_ZERO(&one);
+	for (int i = 0; CPU_COUNT(&one) == 0; i++)
+		if (CPU_ISSET(i, &whole)) CPU_SET(i, &one);
+	pinned_caller = pthread_self();
+	if (sched_setaffinity(0, sizeof one, &one) != 0 || ingot__processors() != 1) return NULL;
+	if (ingot__processors_of_process() != CPU_COUNT(&whole)) return NULL;
+	for (int i = 0; i < 100 && atomic_load(&wide_lanes) == 0; i++) ingot__parallel(4, look_at_mask, NULL);
+	return argument;
+}
+
+/* Frameworks pin threads, and one of these may make a process's first call: neither the number of threads nor where the
+ * workers run is to follow from it. */
+static int pinned_thread_first(void) {
+	pthread_t thread;
+	void *outcome;
+	if (sched_getaffinity(0, sizeof whole, &whole) != 0) return 1;
+	if (pthread_create(&thread, NULL, first_use_of_pinned_thread, &whole) != 0) return 2;
+	pthread_join(thread, &outcome);
+	if (!outcome) return 3;
+	return atomic_load(&wide_lanes) > 0 && atomic_load(&narrow_lanes) == 0 ? 0 : 4;
+}
+
 static void test_affinity(void **state) {
 	expect_child(pinned);
+	expect_child(pinned_thread_first);
 }
 
 static void test_variable(void **state) {
