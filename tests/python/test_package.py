@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import calls
@@ -221,8 +222,11 @@ def test_explain(rng):
     assert ingot.explain(ingot.attention, q, q, q, format="json").startswith("{")
     assert ingot.explain(ingot.merge, [q], [q[..., 0].copy()]).startswith("attn_merge on ")
     assert ingot.explain(ingot.attention, q, q, q, backend="reference").count("forced")
-    with pytest.raises(ingot.InvalidError, match='format is "xml"'):
-        ingot.explain(ingot.attention, q, q, q, format="xml")
+    for wrong in ("xml", None):  # None would run the call
+        with pytest.raises(ingot.InvalidError, match=f"format is {wrong!r}; 'text', 'json' are allowed"):
+            ingot.explain(ingot.attention, q, q, q, format=wrong)
+    with pytest.raises(ingot.InvalidError, match="function is array"):
+        ingot.explain(q, q, q)
     with pytest.raises(ingot.InvalidError, match="function is"):
         ingot.explain(len, q)
 
@@ -238,6 +242,38 @@ def test_backend_is_forced(rng):
     for decode in (x for x in c.kernels("attn_fwd") if "decode" in x):
         with pytest.raises(ingot.UnsupportedError, match=f'"{decode}" cannot run this call: dropout'):
             ingot.attention(q, q, q, dropout_p=0.5, dropout_seed=1, backend=decode)
+
+
+class Liar:
+    """An array with a protocol of its own."""
+
+    def __init__(self, array, device, capsule=None):
+        self.array, self.device, self.capsule = array, device, capsule
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **keywords):
+        return self.capsule or self.array.__dlpack__(**keywords)
+
+
+def test_results_of_a_framework_with_a_namespace(rng):
+    """The array API's: the results are of the arguments' framework, where its namespace has the type."""
+
+    class Other(Producer):
+        device = "cpu"
+
+        def __array_namespace__(self):
+            return types.SimpleNamespace(
+                float32="float32", empty=lambda shape, dtype, device: Other(np.empty(shape, dtype), True)
+            )
+
+    q = normal(rng, 1, 2, 5, 16)
+    other, half = Other(q, True), Other(q.astype(np.float16), True)
+    out, lse = ingot.attention(other, other, other, return_lse=True)
+    assert type(out) is type(lse) is Other
+    same([out.array, lse.array], ingot.attention(q, q, q, return_lse=True))
+    assert type(ingot.attention(half, half, half)) is np.ndarray
 
 
 def test_refusals(rng):
@@ -283,6 +319,23 @@ def test_refusals(rng):
         (ValueError, "dropout_seed is None", lambda: ingot.attention_varlen(
             q, q, q, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=5, max_seqlen_k=5, dropout_p=0.5)),
         (TypeError, "dropout_seed is 1.5; it is an int", lambda: ingot.attention(q, q, q, dropout_p=0.5, dropout_seed=1.5)),
+        # 0 would mean another scale, and no softcap
+        (ValueError, "softmax_scale is 1e-60, which is 0 in float32; ", lambda: ingot.attention(q, q, q, softmax_scale=1e-60)),
+        (ValueError, "softcap is 1e-60, which is 0 in float32; ", lambda: ingot.attention(q, q, q, softcap=1e-60)),
+        (ValueError, r"window is \(1.5, 0\); a pair of 32-bit", lambda: ingot.attention(q, q, q, window=(1.5, 0))),
+        (ValueError, r"window is \(3, 2.5\); ", lambda: ingot.attention(q, q, q, window=(3, 2.5), causal=True)),
+        (ValueError, r"window is \(4294967296, 0\); ", lambda: ingot.attention(q, q, q, window=(2**32, 0))),
+        (ValueError, "q is a masked array", lambda: ingot.attention(np.ma.masked_array(q, q > 0), q, q)),
+        (ValueError, "cu_seqlens_k is None; it is required", lambda: ingot.attention_varlen(
+            q, q, q, cu_seqlens_q=lengths, cu_seqlens_k=None, max_seqlen_q=5, max_seqlen_k=5)),
+        (ValueError, "last_page_lengths is given with page_table", lambda: ingot.attention_paged(
+            q, k, k, page_table=lengths[None], last_page_lengths=lengths[:1])),
+        (ValueError, "page_indptr and page_indices are given together", lambda: ingot.append(
+            q, q, k, k, k_lengths=lengths[:1], page_indices=lengths)),
+        (TypeError, r"out_parts\[1\] is no array: <class 'NoneType'>", lambda: ingot.merge([q, None], [q[..., 0].copy()] * 2)),
+        (TypeError, r"q: its __dlpack_device__ gave \[1, 0\]; a tuple", lambda: ingot.attention(Liar(q, [1, 0]), q, q)),
+        (TypeError, r"k: its __dlpack_device__ gave \(1,\); a tuple", lambda: ingot.attention(q, Liar(q, (1,)), q)),
+        (TypeError, "q: its __dlpack__ gave 5; a DLPack capsule", lambda: ingot.attention(Liar(q, (1, 0), 5), q, q)),
     ):
         with pytest.raises(error, match=sentence) as raised:
             call()
@@ -442,6 +495,13 @@ else:
 eight = np.asarray(jnp.asarray(x, "float8_e4m3fn"))
 out = ingot.attention(eight, eight, eight)
 assert out.dtype == jnp.bfloat16 and (out == ingot.attention(eight, eight, eight, out=np.empty_like(out))).all()
+swapped = [x.view(x.dtype.newbyteorder()) for x in [np.ones((1, 1, 2, 16), jnp.bfloat16)]]
+try:
+    ingot.attention(*swapped * 3)
+except ValueError as error:
+    assert "native byte order" in str(error)
+else:
+    raise SystemExit("bytes in another order were taken as they are")
 print("right")
 """
     place = Path(ingot.__file__).parent.parent

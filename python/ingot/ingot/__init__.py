@@ -14,6 +14,7 @@ A refused call raises `Error` with the library's sentence: `InvalidError` (a Val
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any, Callable, Literal, Optional, Sequence, Union
 
@@ -73,14 +74,16 @@ def _mask(causal: bool, window: Window) -> tuple:
     if window is None:
         return (1 if causal else None), None, None
     try:
-        left, right = window
+        left, right = [_UNBOUNDED if x is None else operator.index(x) for x in window]
     except (TypeError, ValueError):
-        raise _invalid(f"window is {window!r}; a pair (left, right) is allowed, None in it for no bound") from None
+        left = right = 2**31
+    if not (-(2**31) <= left < 2**31 and -(2**31) <= right < 2**31):
+        raise _invalid(
+            f"window is {window!r}; a pair of 32-bit integers (left, right) is allowed, None in it for no bound"
+        )
     if left == -1 or right == -1:
         # Legal in C, but what ports from FlashAttention mean by it is no bound, and (-1, -1) would give zeros.
         raise _invalid(f"window is {window!r}; -1 is refused: None stands for no bound")
-    left = _UNBOUNDED if left is None else left
-    right = _UNBOUNDED if right is None else right
     return 2, left, min(right, 0) if causal else right
 
 
@@ -98,6 +101,12 @@ def _seed(dropout_p: Optional[float], dropout_seed: Union[int, Array, None]) -> 
     if dropout_p and dropout_seed is None:
         raise _invalid(f"dropout_seed is None and dropout_p {dropout_p!r}; dropout needs a seed, another one for each call")
     return _cell(dropout_seed)
+
+
+def _needed(**arrays: Optional[Array]) -> None:
+    for name, x in arrays.items():
+        if x is None:
+            raise _invalid(f"{name} is None; it is required")
 
 
 def _batch(**cumulative: Optional[Array]) -> Optional[int]:
@@ -281,6 +290,7 @@ def attention_varlen(
     Returns the output [1, Hq, Tq, Dv]; with return_lse also the log-sum-exp [Hq, Tq], or [Tq, Hq] by lse_layout "TH". Rows of
     no sequence are 0 in new results and not written in given ones. The other arguments are those of `attention`.
     """
+    _needed(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     mask, left, right = _mask(causal, window)
     seed, seed_ptr = _seed(dropout_p, dropout_seed)
     offset, offset_ptr = _cell(dropout_offset)
@@ -333,6 +343,8 @@ def _pages(page_table: Any, page_indptr: Any, page_indices: Any, lengths: Any, l
         raise _invalid("page_indptr and page_indices are given together or not at all")
     if (page_table is None) == (page_indptr is None):
         raise _invalid("page_table and page_indptr with page_indices: exactly one form must be given")
+    if page_table is not None and last_page_lengths is not None:
+        raise _invalid("last_page_lengths is given with page_table; it is allowed with page_indptr and page_indices")
     return _INDIVIDUAL if last_page_lengths is None else _LAST_PAGE
 
 
@@ -502,7 +514,7 @@ def append(
     CSR pages: the tokens in the last page after it.
     Rows beyond the slot or the page list are dropped. Returns None; with jax nothing can be appended, its arrays never change.
     """
-    if page_table is None and page_indptr is None:
+    if page_table is page_indptr is page_indices is None:
         if k_lengths is None or last_page_lengths is not None:
             raise _invalid("k_lengths must be given, and last_page_lengths only with page_indptr")
         side = _INDIVIDUAL
@@ -553,8 +565,8 @@ def explain(
 
     function: attention, attention_varlen, attention_paged, merge or append.
     """
-    if function not in (attention, attention_varlen, attention_paged, merge, append):
+    if not any(function is x for x in (attention, attention_varlen, attention_paged, merge, append)):
         raise _invalid(
             f"function is {function!r}; ingot.attention, attention_varlen, attention_paged, merge and append are allowed"
         )
-    return function(*args, **kwargs, _explain=format)
+    return function(*args, **kwargs, _explain=_choice("format", format, {"text": "text", "json": "json"}))

@@ -42,6 +42,8 @@ def refusal(array, error):
     if getattr(array, "is_meta", False):
         return "is on meta; it must have memory on cpu, cuda or rocm"
     layout = str(getattr(array, "layout", "torch.strided"))
+    if getattr(array, "is_nested", False):
+        return "is a nested tensor; it must be strided"
     if layout != "torch.strided":
         return f"is of layout {layout}; it must be strided"
     return "cannot be taken: " + str(error).partition("\n")[0]
@@ -84,7 +86,12 @@ _BITS = {"bfloat16": "uint16"} | {f"float8_{x}": "uint8" for x in ("e4m3fn", "e5
 def as_bits(array):
     """(the array as unsigned integers, the name of its type) for numpy arrays of types that numpy does not export."""
     name = _name(array.dtype) if hasattr(array, "dtype") else None
-    return (array.view(_BITS[name]), name) if _framework(array) == "numpy" and name in _BITS else None
+    if _framework(array) != "numpy" or name not in _BITS:
+        return None
+    import numpy
+
+    # With the order of its bytes, which numpy then refuses where it is not the machine's.
+    return array.view(numpy.dtype(_BITS[name]).newbyteorder(array.dtype.byteorder)), name
 
 
 def empty(like, shape, dtype):
@@ -103,6 +110,10 @@ def empty(like, shape, dtype):
 
         # Their arrays never change, so the result is written before it becomes one.
         return numpy.empty(shape, jax.numpy.dtype(dtype)), jax.numpy.asarray
+    if framework != "numpy" and hasattr(like, "__array_namespace__"):
+        namespace = like.__array_namespace__()
+        if hasattr(namespace, dtype):
+            return namespace.empty(shape, dtype=getattr(namespace, dtype), device=like.device), None
     import numpy
 
     if hasattr(like, "dtype") and _name(like.dtype) == dtype:

@@ -16,6 +16,7 @@
 #include "tensors.h"
 
 #include <stddef.h>
+#include <stdio.h>
 
 typedef union any_params {
 	uint32_t struct_size; /* each begins with it */
@@ -247,6 +248,7 @@ typedef struct operator_call {
 	bool track, seq_major;
 	int part_fields;
 	PyObject *parts[2];
+	char part_names[2][INGOT_MERGE_PARTS][16];
 	PyObject *backend, *image_path; /* owned bytes behind the options' strings */
 	const char *explain;            /* NULL, "text" or "json" */
 	PyObject *explain_bytes;
@@ -329,6 +331,11 @@ static bool scalar(any_params *params, const field *f, PyObject *value) {
 			return false;
 		}
 		const float number = (float)wide;
+		if (number == 0 && wide != 0) {
+			raise_status(INGOT_INVALID, "%s is %R, which is 0 in float32; 0 and magnitudes from 1e-45 on are allowed",
+			             f->name, value);
+			return false;
+		}
 		memcpy(at, &number, sizeof number);
 		return true;
 	}
@@ -442,8 +449,10 @@ static bool import_parts(operator_call *call, const field *f, PyObject *parts) {
 	}
 	for (Py_ssize_t i = 0; i < count; i++) {
 		PyObject *const part = PyTuple_GetItem(parts, i);
-		if (!no_gradients(call, part, f->name) ||
-		    !tensor_import(part, f->name, false, &tensors[i], &call->where, &call->held))
+		char *const name = call->part_names[parts == call->parts[0] ? 0 : 1][i];
+		snprintf(name, sizeof call->part_names[0][0], count == 1 ? "%s" : "%s[%d]", f->name, (int)i);
+		if (!no_gradients(call, part, name) ||
+		    !tensor_import(part, name, false, &tensors[i], &call->where, &call->held))
 			return false;
 	}
 	return true;
@@ -564,10 +573,6 @@ static bool outputs_apart(const operator_row *op, const operator_call *call) {
 
 static PyObject *explained(const operator_row *op, const operator_call *call, ingot_stream stream) {
 	const bool json = !strcmp(call->explain, "json");
-	if (!json && strcmp(call->explain, "text")) {
-		raise_status(INGOT_INVALID, "format is \"%s\"; \"text\" and \"json\" are allowed", call->explain);
-		return NULL;
-	}
 	size_t capacity = 0, needed = 0;
 	char *text = NULL;
 	/* The size may change between the two calls: another thread may have loaded something. */
@@ -673,7 +678,8 @@ static bool plain_attention(const ingot_attn_fwd_params *p, bool grouped) {
 	const int64_t heads = q->shape[1], heads_k = k->shape[1];
 	if (v->shape[1] != heads_k || (grouped ? heads_k == 0 || heads % heads_k : heads != heads_k)) return false;
 	if (v->shape[2] != k->shape[2] || k->shape[3] != q->shape[3]) return false;
-	return q->shape[3] >= 1 && q->shape[3] <= 512 && v->shape[3] >= 1 && v->shape[3] <= 512;
+	/* Rows of one element, dense or not, may be the imaginary part of conjugated numbers: the long way sees that. */
+	return q->shape[3] > 1 && q->shape[3] <= 512 && v->shape[3] > 1 && v->shape[3] <= 512;
 }
 
 /*

@@ -78,6 +78,7 @@ typedef struct known_type {
 	const DLPackExchangeAPI *api;
 	bool host;     /* its arrays are never anywhere else */
 	bool constant; /* its arrays never change */
+	bool masked;   /* its arrays have a mask, which DLPack leaves out */
 } known_type;
 
 static known_type known_type_of(PyObject *object) {
@@ -97,7 +98,8 @@ static known_type known_type_of(PyObject *object) {
 	PyObject *module = PyObject_GetAttrString((PyObject *)type, "__module__");
 	PyObject *ascii = module && PyUnicode_Check(module) ? PyUnicode_AsASCIIString(module) : NULL;
 	const char *const from = ascii ? PyBytes_AsString(ascii) : "";
-	const known_type row = {type, api, !strcmp(from, "numpy"), !strncmp(from, "jax", 3)};
+	const known_type row = {type, api, !strcmp(from, "numpy"), !strncmp(from, "jax", 3),
+	                        !strcmp(from, "numpy.ma") || !strncmp(from, "numpy.ma.", 9)};
 	Py_XDECREF(ascii);
 	Py_XDECREF(module);
 	PyErr_Clear();
@@ -263,6 +265,11 @@ static const DLTensor *consume(PyObject *capsule, const char *field, held_tensor
 		*read_only = tensor->flags & DLPACK_FLAG_READ_ONLY;
 		return &tensor->dl_tensor;
 	}
+	if (!PyCapsule_IsValid(capsule, "dltensor")) {
+		PyErr_Format(PyExc_TypeError, "%s: its __dlpack__ gave %R; a DLPack capsule that nobody has used is needed",
+		             field, capsule);
+		return NULL;
+	}
 	DLManagedTensor *const tensor = PyCapsule_GetPointer(capsule, "dltensor");
 	if (!tensor || PyCapsule_SetName(capsule, "used_dltensor")) return NULL;
 	held->legacy[slot] = tensor;
@@ -270,7 +277,7 @@ static const DLTensor *consume(PyObject *capsule, const char *field, held_tensor
 	return &tensor->dl_tensor;
 }
 
-static bool device_of(PyObject *object, DLDevice *device) {
+static bool device_of(PyObject *object, const char *field, DLDevice *device) {
 	if (known_type_of(object).host) {
 		*device = (DLDevice){kDLCPU, 0};
 		return true;
@@ -278,16 +285,29 @@ static bool device_of(PyObject *object, DLDevice *device) {
 	PyObject *told = PyObject_CallMethod(object, "__dlpack_device__", NULL);
 	if (!told) return false;
 	/* The first is an IntEnum in some frameworks. */
-	PyObject *type = PyTuple_GetItem(told, 0), *id = type ? PyTuple_GetItem(told, 1) : NULL;
-	if (id) *device = (DLDevice){(int32_t)PyLong_AsLong(type), (int32_t)PyLong_AsLong(id)};
+	long type = -1, id = -1;
+	const bool pair = PyTuple_Check(told) && PyTuple_Size(told) == 2;
+	if (pair) type = PyLong_AsLong(PyTuple_GetItem(told, 0));
+	if (pair && !PyErr_Occurred()) id = PyLong_AsLong(PyTuple_GetItem(told, 1));
+	if (!pair || PyErr_Occurred()) {
+		PyErr_Clear();
+		PyErr_Format(PyExc_TypeError, "%s: its __dlpack_device__ gave %R; a tuple of two ints is needed", field, told);
+	}
 	Py_DECREF(told);
+	*device = (DLDevice){(int32_t)type, (int32_t)id};
 	return !PyErr_Occurred();
 }
 
 static bool import_capsule(PyObject *object, const char *field, bool written, int32_t dtype, ingot_tensor *tensor,
                            call_device *where, held_tensors *held) {
 	DLDevice device;
-	if (!device_of(object, &device) || !one_device(&device, field, where) || !find_stream(object, NULL, where))
+	if (known_type_of(object).masked) {
+		raise_status(INGOT_INVALID,
+		             "%s is a masked array, whose mask would be lost; give its .filled(), and the mask as a bias",
+		             field);
+		return false;
+	}
+	if (!device_of(object, field, &device) || !one_device(&device, field, where) || !find_stream(object, NULL, where))
 		return false;
 	PyObject *capsule = call_dlpack(object, device.device_type != kDLCPU, where->handle);
 	if (!capsule) return false;
@@ -338,24 +358,29 @@ bool tensor_import(PyObject *object, const char *field, bool written, ingot_tens
 	PyErr_Fetch(&kind, &refusal, &trace);
 	PyObject *module = helpers();
 	PyObject *bits = module ? PyObject_CallMethod(module, "as_bits", "O", object) : NULL;
-	if (bits == Py_None) raise_status(INGOT_INVALID, "%s: %S", field, refusal ? refusal : kind);
+	bool done = false;
+	if (bits == Py_None) {
+		PyErr_Restore(kind, refusal, trace);
+	} else {
+		Py_XDECREF(kind);
+		Py_XDECREF(refusal);
+		Py_XDECREF(trace);
+		PyObject *array, *name;
+		if (bits && PyArg_ParseTuple(bits, "OO", &array, &name)) {
+			PyObject *ascii = PyUnicode_AsASCIIString(name);
+			done = ascii &&
+			       import_capsule(array, field, written, dtype_named(PyBytes_AsString(ascii)), tensor, where, held);
+			Py_XDECREF(ascii);
+		}
+	}
+	Py_XDECREF(bits);
+	if (done || !PyErr_ExceptionMatches(PyExc_BufferError)) return done;
+	PyErr_Fetch(&kind, &refusal, &trace);
+	raise_status(INGOT_INVALID, "%s: %S", field, refusal ? refusal : kind);
 	Py_XDECREF(kind);
 	Py_XDECREF(refusal);
 	Py_XDECREF(trace);
-	if (!bits || bits == Py_None) {
-		Py_XDECREF(bits);
-		return false;
-	}
-	PyObject *array, *name;
-	bool done = PyArg_ParseTuple(bits, "OO", &array, &name);
-	if (done) {
-		PyObject *ascii = PyUnicode_AsASCIIString(name);
-		done =
-			ascii && import_capsule(array, field, written, dtype_named(PyBytes_AsString(ascii)), tensor, where, held);
-		Py_XDECREF(ascii);
-	}
-	Py_DECREF(bits);
-	return done;
+	return false;
 }
 
 /* ---- out --------------------------------------------------------------------------------------------------------------- */

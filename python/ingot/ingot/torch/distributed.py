@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import weakref
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,8 @@ from . import _FLOATS, _PLAIN, _autocast, _dense, _threads, attention
 
 __all__ = ["position_ids", "ring_attention", "shard", "unshard"]
 
+_Function = TypeVar("_Function")
+_between_graphs: Callable[[_Function], _Function] = torch.compiler.disable  # which has no types
 Layout = Literal["contiguous", "zigzag"]
 Group = Any  # a ProcessGroup, a DeviceMesh of one axis, or None for all processes
 
@@ -321,16 +322,10 @@ def _bounds(causal: bool, window: Window) -> tuple:
     mask, left, right = _mask(causal, window)
     if mask != 2:
         return None, (0 if mask else None)
-    try:
-        bounds = [operator.index(x) for x in (left, right)]
-    except TypeError:
-        bounds = [2**31]
-    if not all(-(2**31) <= x < 2**31 for x in bounds):
-        raise _invalid(f"window is {window!r}; a pair of 32-bit integers is allowed, None in it for no bound")
-    return tuple(None if x == _UNBOUNDED else x for x in bounds)
+    return tuple(None if x == _UNBOUNDED else x for x in (left, right))
 
 
-@torch.compiler.disable
+@_between_graphs
 def ring_attention(
     q: Tensor,
     k: Tensor,
