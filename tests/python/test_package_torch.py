@@ -467,6 +467,46 @@ def test_second_derivatives_are_refused():
             first.sum().backward()
 
 
+def test_torch_func_grad_is_refused():
+    q = torch.randn(3, 2, 5, 16)
+    for run in (
+        lambda: torch.func.grad(lambda x: it.attention(x, q, q).sum())(q),
+        lambda: torch.func.vmap(torch.func.grad(lambda x: it.attention(x[None], q, q).sum()))(q),
+        lambda: torch.func.grad(lambda x: torch.func.vmap(lambda y: it.attention(y[None], y[None], y[None]))(x).sum())(q),
+    ):
+        with pytest.raises(ingot.UnsupportedError, match="no rule for torch.func.grad"):
+            run()
+    got = torch.func.vmap(lambda x: it.attention(x[None], x[None], x[None]))(q)
+    assert torch.equal(got[:, 0], it.attention(q, q, q))
+
+
+def test_several_gradients_at_once(device):
+    """is_grads_batched hands the backward a tensor that stands for several."""
+    q, k, v = (torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3))
+    for out in (it.attention(q, k, v), it.scaled_dot_product_attention(q, k, v)):
+        several = torch.randn(3, *out.shape)
+        got = torch.autograd.grad(out, (q, k, v), several, is_grads_batched=True, retain_graph=True)
+        each = [torch.autograd.grad(out, (q, k, v), x, retain_graph=True) for x in several]
+        for x, y in zip(got, zip(*each)):
+            # on a GPU sums come in no fixed order
+            assert torch.equal(x, torch.stack(y)) if device == "cpu" else torch.allclose(x, torch.stack(y), rtol=0, atol=1e-5)
+
+
+def test_imaginary_parts_of_conjugated_numbers():
+    """Their memory is the values times -1, also where its last axis is dense."""
+    q, k, v = (torch.randn(2, 2, 5, 1) for _ in range(3))
+    other = lambda x: torch.complex(x, -x).conj().imag
+    bias = torch.randn(2, 2, 5, 1)
+    want = it.attention(q, k, v), it.attention(q, k, v, bias=bias)
+    for made in (other, lambda x: other(x[..., 0])[..., None]):
+        args = [made(x) for x in (q, k, v)]
+        assert all(x.is_neg() for x in args)
+        for attend in (it.attention, it.scaled_dot_product_attention):
+            assert torch.equal(attend(*args), want[0])
+            assert torch.equal(attend(*[x.requires_grad_() for x in args]), want[0])
+        assert torch.equal(it.attention(q, k, v, bias=made(bias).expand(2, 2, 5, 5)), want[1])
+
+
 def test_autocast(device):
     q, k, v = (x.requires_grad_() for x in make("f32", (2, 3, 20, 16), (2, 3, 30, 16), (2, 3, 30, 16)))
     mask = torch.randn(20, 30)
@@ -492,6 +532,16 @@ def test_enable_and_disable():
         raise KeyError
     assert F.scaled_dot_product_attention is it.scaled_dot_product_attention
     it.disable()
+    assert F.scaled_dot_product_attention is original
+    with it.enable():
+        it.enable()
+    assert F.scaled_dot_product_attention is original
+    # as those of two threads, neither of which knows of the other
+    first, second = it.enable(), it.enable()
+    with second:
+        with first:
+            pass
+        assert F.scaled_dot_product_attention is it.scaled_dot_product_attention
     assert F.scaled_dot_product_attention is original
 
 
@@ -666,6 +716,8 @@ def test_refusals():
         (ValueError, "k is on meta; ", lambda: ingot.attention(q, k.to("meta"), k)),
         (ValueError, "k .*layout torch.sparse_coo; ", lambda: it.attention(q, k.to_sparse(), k)),
         (ValueError, "v .*layout torch.sparse_coo; ", lambda: ingot.attention(q, k, k.to_sparse())),
+        (ValueError, "q is a nested tensor; ", lambda: ingot.attention(torch.nested.nested_tensor([q[0]]), k, k)),
+        (ValueError, "softmax_scale is 1e-60, which is 0 ", lambda: it.attention(q, k, k, softmax_scale=1e-60)),
         (ValueError, "q is float64; ", lambda: it.attention(q.double(), k, k)),
         (ValueError, "window is .*-1.*None stands for no bound", lambda: it.attention(q, k, k, window=(-1, -1))),
         (TypeError, "cu_seqlens_k is no tensor", lambda: it.attention_varlen(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=[0, 5], **varlen)),
@@ -723,6 +775,13 @@ def test_what_is_left_to_torch():
         ("attn_mask that does not broadcast", lambda f: f(q, k, v, torch.ones(9, 5))),
         ("attn_mask with fewer axes", lambda f: f(q, k, v, torch.ones(13))),
         ("dropout_p outside", lambda f: f(q, k, v, dropout_p=-0.1)),
+        ("dropout_p outside", lambda f: f(q, k[:, :, :0], v[:, :, :0], dropout_p=1 - 1e-9)),
+        ("dropout_p or scale that is no", lambda f: f(q, k, v, dropout_p=None)),
+        ("dropout_p or scale that is no", lambda f: f(q, k, v, scale="x")),
+        ("dropout_p or scale that is no", lambda f: f(q, k, v, scale=torch.tensor([0.3]))),
+        ("a scale of 0, NaN or infinity", lambda f: f(q, k[:, :, :0], v[:, :, :0], scale=1e60)),
+        ("is_causal or enable_gqa", lambda f: f(q, k, v, is_causal="no")),
+        ("is_causal or enable_gqa", lambda f: f(q, k, v, enable_gqa=1)),
         ("an argument that is no tensor", lambda f: f(q, 3, v)),
         ("a device other", lambda f: f(*(x.to("meta") for x in (q, k, v)))),
     ):

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 import threading
+import weakref
 from collections import Counter
 from typing import Any, Callable, Iterator, Optional, Union
 
@@ -61,8 +61,9 @@ _library.define(
 
 
 def _dense(x: Optional[Tensor]) -> Optional[Tensor]:
-    """x with its last axis dense, which the library asks for; a copy only where it is not."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+    """x with its last axis dense, which the library asks for; a copy only where it is not. The imaginary part of conjugated
+    numbers is its memory times -1, which DLPack does not say."""
+    return x if x is None or (x.stride(-1) == 1 and not x.is_neg()) else x.contiguous().resolve_neg()
 
 
 @functools.lru_cache(maxsize=256)
@@ -81,8 +82,8 @@ def _terms(bias, alibi, sink, q_lengths, k_lengths, dropout_seed, *numbers):
     """The common arguments as keywords of _core."""
     if bias is alibi is sink is q_lengths is k_lengths is dropout_seed is None:
         return _numbers(*numbers)
-    if bias is not None and bias.stride(-1) != 0:
-        bias = _dense(bias)
+    if bias is not None:
+        bias = bias.resolve_neg() if bias.stride(-1) == 0 else _dense(bias)
     tensors = dict(
         bias=bias, alibi=alibi, sink=sink, q_lengths=q_lengths, k_lengths=k_lengths, dropout_seed_ptr=dropout_seed
     )
@@ -118,6 +119,16 @@ def _refuse_dual(*tensors: Optional[Tensor]) -> None:
     if _dual(*tensors):
         raise UnsupportedError(
             "attention: Ingot has no forward-mode derivatives; PyTorch's own attention has, on SDPBackend.MATH", 20
+        )
+
+
+def _refuse_func_grad() -> None:
+    """PyTorch's own refusal speaks of autograd.Function, which the caller did not write."""
+    levels = None if torch.compiler.is_compiling() else torch._C._functorch.get_interpreter_stack()
+    if any(x.key() == torch._C._functorch.TransformType.Grad for x in levels or ()):
+        raise UnsupportedError(
+            "attention: Ingot has no rule for torch.func.grad and its like; use torch.autograd.grad, or PyTorch's own attention",
+            20,
         )
 
 
@@ -186,7 +197,8 @@ def _gradients(ctx, dout, _dlse):
     if needed[4]:
         raise UnsupportedError("alibi: the library computes no gradient of its slopes; detach it", 20)
     # With grad mode on, gradients of these are wanted in turn: the operator's own autograd refuses those.
-    plain = _unobserved(dout, q, k, v) and not torch.is_grad_enabled()
+    # Without a storage dout is several at once, of is_grads_batched.
+    plain = _unobserved(dout, q, k, v) and _has_storage(dout) and not torch.is_grad_enabled()
     backward = _backward if plain else torch.ops.ingot.attention_backward
     grads = backward(dout, q, k, v, out, lse, *tensors, *ctx.terms, wanted)
     dq, dk, dv, dbias, dsink = (x if want else None for x, want in zip(grads, wanted))
@@ -230,6 +242,7 @@ try:
     _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
     _level = torch._C._functorch.maybe_current_level
     _autocasting = torch._C._is_any_autocast_enabled
+    _has_storage = torch._C._has_storage
     _modes(), _tracing(), _level(), _autocasting()
 except AttributeError:  # another version of PyTorch: the dispatcher is always right
     _modes = lambda: 1
@@ -250,7 +263,7 @@ def _unobserved(*tensors: Optional[Tensor]) -> bool:
 def _plain(q, k, v, is_causal, scale, grouped, like_q=False) -> Optional[Tensor]:
     """PyTorch's attention without mask and dropout in one step of the extension, where nobody looks on, no gradient is wanted
     and nothing is special; None otherwise. A small call takes a third of the time so."""
-    if not (scale is None or (type(scale) is float and scale and math.isfinite(scale))):
+    if not (scale is None or (type(scale) is float and 2.0**-126 <= abs(scale) < 2.0**127)):
         return None
     if q is None or k is None or v is None or not _unobserved(q, k, v) or _autocasting():
         return None
@@ -264,6 +277,7 @@ def _operator(q, k, v, *terms, want_lse=True, seq_major=True):
     tensors = (q, k, v, *terms[:_TENSOR_TERMS])
     if not _unobserved(*tensors):
         _refuse_dual(*tensors)
+        _refuse_func_grad()
         return torch.ops.ingot.attention_forward(q, k, v, *terms, seq_major)
     if torch.is_grad_enabled():
         for x in tensors:
@@ -283,7 +297,7 @@ def _autocast(*tensors: Optional[Tensor]) -> tuple:
     if device is None or not torch.is_autocast_enabled(device):
         return tensors
     to = torch.get_autocast_dtype(device)
-    eligible = lambda x: x is not None and x.is_floating_point() and x.dtype != torch.float64
+    eligible = lambda x: isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
     return tuple(x.to(to) if eligible(x) else x for x in tensors)
 
 
@@ -412,6 +426,7 @@ def _attention(q, k, v, causal, window, align, softmax_scale, softcap, bias, ali
 _functional = torch.nn.functional
 _original = _functional.scaled_dot_product_attention
 _KINDS = (Tensor, torch.nn.Parameter, FakeTensor, getattr(torch.nn, "Buffer", Tensor))  # a compiler's buffers, else plain
+_BOOLS, _NUMBERS = (bool, torch.SymBool), (int, float, torch.SymInt, torch.SymFloat)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _on_ingot = 0
 _on_original: Counter[str] = Counter()
@@ -479,8 +494,12 @@ def _prepare(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Uni
         return "not 2 to 4 axes, alike in q, k and v"
     if dtype not in _FLOATS or k.dtype != dtype or v.dtype != dtype:
         return "a type other than float32, float16 and bfloat16, or not alike in q, k and v"
-    if not 0.0 <= dropout_p < 1.0:
-        return "dropout_p outside [0, 1)"
+    if not isinstance(is_causal, _BOOLS) or not isinstance(enable_gqa, _BOOLS):
+        return "is_causal or enable_gqa that is no bool"
+    if not isinstance(dropout_p, _NUMBERS) or not (scale is None or isinstance(scale, _NUMBERS)):
+        return "dropout_p or scale that is no number"
+    if not 0.0 <= dropout_p < 1.0 - 2.0**-25:
+        return "dropout_p outside [0, 1) in float32"
     if scale is not None and not 2.0**-126 <= abs(scale) < 2.0**127:
         return "a scale of 0, NaN or infinity, or as good as that in float32"
     (*outer, queries, d), (*outer_k, keys, dk), (*outer_v, keys_v, dv) = q.shape, k.shape, v.shape
@@ -557,7 +576,8 @@ def scaled_dot_product_attention(
         prepared = _prepare(*cast, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(prepared, str):
         _count(prepared)
-        return _run_original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        given = dict(dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _run_original(*tensors, **given)
     q, k, v, bias = prepared
     # As in PyTorch the output's memory is in q's order: callers view it.
     seq_major = 0 < q.stride(1) < q.stride(2)
@@ -581,15 +601,35 @@ class _Place:
         self._lock = threading.Lock()
         self._visits = 0  # calls of PyTorch's own that are under way with its function in its place
         self._function: Callable = _original  # what stands there otherwise
+        self._blocks: list[weakref.ref[_Enabled]] = []  # those that will end, in the order in which they began
 
-    def put(self, function: Callable) -> Callable:
-        """Returns what stood there before."""
+    def _put(self, function: Callable) -> None:
+        self._function = function
+        if not self._visits:
+            _functional.scaled_dot_product_attention = function
+
+    def put(self, function: Callable) -> None:
         with self._lock:
-            before = self._function if self._visits else _functional.scaled_dot_product_attention
-            self._function = function
-            if not self._visits:
-                _functional.scaled_dot_product_attention = function
-        return before
+            self._put(function)
+
+    def begin(self, block: _Enabled, function: Callable) -> None:
+        """Puts the function there until the block's end."""
+        with self._lock:
+            block.before = self._function if self._visits else _functional.scaled_dot_product_attention
+            self._blocks = [x for x in self._blocks if x()] + [weakref.ref(block)]
+            self._put(function)
+
+    def end(self, block: _Enabled) -> None:
+        """Brings back what was there before the block. Those of several threads end in any order: where a later one goes on,
+        it does so in the end."""
+        with self._lock:
+            blocks = [y for x in self._blocks if (y := x())]
+            at = blocks.index(block) if block in blocks else len(blocks)
+            if blocks[at + 1 :]:
+                blocks[at + 1].before = block.before
+            else:
+                self._put(block.before)
+            self._blocks = [weakref.ref(x) for x in blocks if x is not block]
 
     @contextlib.contextmanager
     def original(self) -> Iterator[None]:
@@ -645,20 +685,21 @@ def _run_original_uncompiled(*args, **kwargs) -> Tensor:
 class _Enabled:
     """What enable returns: as a context manager it brings back what was there before."""
 
-    def __init__(self, before):
-        self._before = before
+    before: Callable
 
-    def __enter__(self):
+    def __enter__(self) -> _Enabled:
         return self
 
-    def __exit__(self, *_):
-        _place.put(self._before)
+    def __exit__(self, *_: Any) -> None:
+        _place.end(self)
 
 
 def enable() -> _Enabled:
     """Puts Ingot in the place of torch.nn.functional.scaled_dot_product_attention, until disable() or, as a context manager,
     until the end of the block. Code that had imported the function by its name before keeps PyTorch's."""
-    return _Enabled(_place.put(scaled_dot_product_attention))
+    block = _Enabled()
+    _place.begin(block, scaled_dot_product_attention)
+    return block
 
 
 def disable() -> None:
@@ -666,7 +707,7 @@ def disable() -> None:
     _place.put(_original)
 
 
-def statistics(reset: bool = False) -> dict:
+def statistics(reset: bool = False) -> dict[str, Any]:
     """{"ingot": calls of scaled_dot_product_attention that Ingot ran, "original": {why not: calls left to PyTorch}} of this
     process. Calls of compiled code are not counted. reset: begin anew."""
     global _on_ingot
