@@ -330,11 +330,12 @@ def test_a_rank_that_is_gone(tmp_path, how, within):
     assert found["error"] and found["seconds"] < within, found
 
 
-def test_the_example_runs():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_example_runs(size):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
     done = subprocess.run(
         [*torchrun, str(c.ROOT / "examples/ring_attention.py")], env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 1 of 2 has 500 rows of 1000" in done.stdout
+    assert f"rank 1 of {size} has {1000 // size} rows of 1000" in done.stdout
