@@ -115,9 +115,50 @@ static void empty_backward(void) {
 	}
 }
 
+/* No query heads, yet key heads: there is no q to be read, no out to be written, and the gradients of k and v are 0. */
+static void no_query_heads_forward(void) {
+	attention a;
+	attention_begin(&a, INGOT_BF16, 2, 2, 2, 3, 700, 8, 1);
+	ingot_tensor *const of_queries[] = {&a.fwd.q, &a.fwd.out, &a.fwd.lse};
+	for (int i = 0; i < 3; i++) of_queries[i]->shape[1] = 0, of_queries[i]->data = NULL;
+	(void)runs_forward(&a.fwd);
+	attention_end(&a);
+}
+
+static void no_query_heads_backward(void) {
+	attention a;
+	attention_begin(&a, INGOT_F32, 2, 2, 2, 300, 700, 8, 1);
+	attention_backward(&a, 1);
+	ingot_tensor *const of_queries[] = {&a.bwd.q, &a.bwd.out, &a.bwd.dout, &a.bwd.dq, &a.bwd.lse};
+	for (int i = 0; i < 5; i++) of_queries[i]->shape[1] = 0, of_queries[i]->data = NULL;
+	ingot_tensor bias = TENSOR(NULL, INGOT_F32, 1, 1, 300, 700), dbias = bias;
+	(void)give_memory(&bias), (void)give_memory(&dbias);
+	a.bwd.bias = bias, a.bwd.dbias = dbias;
+	for (int varlen = 0; varlen < 2; varlen++) {
+		int32_t cumulative[] = {0, 300, 600};
+		poison(&dbias);
+		if (varlen) {
+			a.bwd.varlen = INGOT_VARLEN(INGOT_SIDE(0, INGOT_LENGTH_CUMULATIVE, INGOT_POSITION_IMPLIED), 0, 0);
+			a.bwd.q_lengths = TENSOR(cumulative, INGOT_I32, 3);
+		}
+		const ingot_status status = ingot_attn_bwd(&a.bwd, cpu, &options);
+		if (status == INGOT_UNSUPPORTED) continue;
+		assert_ok(status);
+		ran++;
+		assert_true(all_are(&a.bwd.dk, 0));
+		assert_true(all_are(&a.bwd.dv, 0));
+		assert_true(all_are(&dbias, 0));
+		poison(&a.bwd.dk), poison(&a.bwd.dv);
+	}
+	free(bias.data), free(dbias.data);
+	attention_end(&a);
+}
+
 static void test_empty(void **state) {
 	each("attn_fwd", empty_forward);
 	each("attn_bwd", empty_backward);
+	each("attn_fwd", no_query_heads_forward);
+	each("attn_bwd", no_query_heads_backward);
 }
 
 /* ---- length arrays that lie (huggingface/transformers#44911, jax-ml/jax#30023, flashinfer-ai/flashinfer#737) --------------- */
