@@ -19,6 +19,12 @@
 #include <unistd.h>
 
 typedef int CUresult, CUdevice;
+/* All of them are objects. The names are those of src/device/cuda.c, because a sanitizer compares the type that a function is
+ * called by with its own. */
+typedef struct CUctx_st *CUcontext;
+typedef struct CUstream_st *CUstream;
+typedef struct CUlib_st *CUlibrary;
+typedef struct CUkern_st *CUkernel;
 typedef unsigned long long CUdeviceptr;
 
 enum {
@@ -300,24 +306,25 @@ static object *primary_of(int device) {
 	return primary[device];
 }
 
-ENTRY(CUresult, cuDevicePrimaryCtxRetain, (object * *context, CUdevice device)) {
+ENTRY(CUresult, cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device)) {
 	CALL(cuDevicePrimaryCtxRetain);
 	if (!is_device(device)) return leave(INVALID_DEVICE);
 	retained[device]++;
-	*context = primary_of(device);
-	return leave((*context)->error);
+	*context = (CUcontext)primary_of(device);
+	return leave(primary[device]->error);
 }
 
-ENTRY(CUresult, cuCtxGetCurrent, (object * *context)) {
+ENTRY(CUresult, cuCtxGetCurrent, (CUcontext * context)) {
 	CALL(cuCtxGetCurrent);
-	*context = depth ? stack[depth - 1] : NULL;
+	*context = depth ? (CUcontext)stack[depth - 1] : NULL;
 	return leave(SUCCESS);
 }
 
-ENTRY(CUresult, cuCtxPushCurrent_v2, (object * context)) {
+ENTRY(CUresult, cuCtxPushCurrent_v2, (CUcontext handle)) {
 	CALL(cuCtxPushCurrent_v2);
-	if (!find(context, CONTEXT)) {
-		fault("%p is no context", (void *)context);
+	object *const context = find(handle, CONTEXT);
+	if (!context) {
+		fault("%p is no context", (void *)handle);
 		return leave(INVALID_CONTEXT);
 	}
 	if (!context->alive) return leave(CONTEXT_IS_DESTROYED);
@@ -329,13 +336,13 @@ ENTRY(CUresult, cuCtxPushCurrent_v2, (object * context)) {
 	return leave(SUCCESS);
 }
 
-ENTRY(CUresult, cuCtxPopCurrent_v2, (object * *context)) {
+ENTRY(CUresult, cuCtxPopCurrent_v2, (CUcontext * context)) {
 	CALL(cuCtxPopCurrent_v2);
 	if (!depth) {
 		fault("a context is popped that nobody pushed");
 		return leave(INVALID_CONTEXT);
 	}
-	*context = stack[--depth];
+	*context = (CUcontext)stack[--depth];
 	return leave(SUCCESS);
 }
 
@@ -346,7 +353,7 @@ ENTRY(CUresult, cuCtxGetDevice, (CUdevice * device)) {
 	return leave(SUCCESS);
 }
 
-ENTRY(CUresult, cuStreamGetCtx, (object * handle, object **context)) {
+ENTRY(CUresult, cuStreamGetCtx, (CUstream handle, CUcontext *context)) {
 	CALL(cuStreamGetCtx);
 	const object *const stream = find(handle, STREAM);
 	if (!stream) {
@@ -354,11 +361,11 @@ ENTRY(CUresult, cuStreamGetCtx, (object * handle, object **context)) {
 		return leave(INVALID_HANDLE);
 	}
 	if (!stream->alive || !stream->context->alive) return leave(CONTEXT_IS_DESTROYED);
-	*context = stream->context;
+	*context = (CUcontext)stream->context;
 	return leave(stream->context->error);
 }
 
-ENTRY(CUresult, cuStreamIsCapturing, (void *handle, int *status)) {
+ENTRY(CUresult, cuStreamIsCapturing, (CUstream handle, int *status)) {
 	CALL(cuStreamIsCapturing);
 	object *context;
 	const CUresult e = context_of(handle, &context);
@@ -460,7 +467,7 @@ static void unload(object *library) {
 }
 
 ENTRY(CUresult, cuLibraryLoadData,
-      (object * *library, const void *code, int *jit, void **jit_values, unsigned jit_count, int *options,
+      (CUlibrary * library, const void *code, int *jit, void **jit_values, unsigned jit_count, int *options,
        void **option_values, unsigned option_count)) {
 	CALL(cuLibraryLoadData);
 	(void)jit, (void)jit_values, (void)options, (void)option_values;
@@ -472,26 +479,28 @@ ENTRY(CUresult, cuLibraryLoadData,
 	object *const made = make(LIBRARY);
 	const CUresult e = read_image(code, made);
 	if (e) unload(made);
-	else *library = made;
+	else *library = (CUlibrary)made;
 	return leave(e);
 }
 
-ENTRY(CUresult, cuLibraryUnload, (object * library)) {
+ENTRY(CUresult, cuLibraryUnload, (CUlibrary handle)) {
 	CALL(cuLibraryUnload);
-	if (!find(library, LIBRARY) || !library->alive) {
-		fault("%p is no library, or not loaded any more", (void *)library);
+	object *const library = find(handle, LIBRARY);
+	if (!library || !library->alive) {
+		fault("%p is no library, or not loaded any more", (void *)handle);
 		return leave(INVALID_HANDLE);
 	}
 	unload(library);
 	return leave(SUCCESS);
 }
 
-ENTRY(CUresult, cuLibraryGetKernel, (object * *kernel, object *library, const char *name)) {
+ENTRY(CUresult, cuLibraryGetKernel, (CUkernel * kernel, CUlibrary handle, const char *name)) {
 	CALL(cuLibraryGetKernel);
-	if (!find(library, LIBRARY) || !library->alive) return leave(INVALID_HANDLE);
+	const object *const library = find(handle, LIBRARY);
+	if (!library || !library->alive) return leave(INVALID_HANDLE);
 	for (object *o = objects; o; o = o->next)
 		if (o->kind == KERNEL && o->library == library && !strcmp(o->name, name)) {
-			*kernel = o;
+			*kernel = (CUkernel)o;
 			return leave(SUCCESS);
 		}
 	return leave(NOT_FOUND);
@@ -499,15 +508,17 @@ ENTRY(CUresult, cuLibraryGetKernel, (object * *kernel, object *library, const ch
 
 enum { FIXED_SHARED = 1, DYNAMIC_SHARED_MOST = 8 };
 
-static bool is_kernel(const object *kernel, CUdevice device) {
-	if (find(kernel, KERNEL) && kernel->alive && is_device(device)) return true;
-	fault("%p is no kernel that is loaded", (const void *)kernel);
-	return false;
+static object *kernel_of(CUkernel handle, CUdevice device) {
+	object *const kernel = find(handle, KERNEL);
+	if (kernel && kernel->alive && is_device(device)) return kernel;
+	fault("%p is no kernel that is loaded", (void *)handle);
+	return NULL;
 }
 
-ENTRY(CUresult, cuKernelGetAttribute, (int *value, int attribute, object *kernel, CUdevice device)) {
+ENTRY(CUresult, cuKernelGetAttribute, (int *value, int attribute, CUkernel handle, CUdevice device)) {
 	CALL(cuKernelGetAttribute);
-	if (!is_kernel(kernel, device)) return leave(INVALID_HANDLE);
+	object *const kernel = kernel_of(handle, device);
+	if (!kernel) return leave(INVALID_HANDLE);
 	if (attribute == FIXED_SHARED) *value = (int)kernel->fixed_shared;
 	else if (attribute == DYNAMIC_SHARED_MOST) *value = kernel->dynamic_shared[device];
 	else {
@@ -517,9 +528,10 @@ ENTRY(CUresult, cuKernelGetAttribute, (int *value, int attribute, object *kernel
 	return leave(SUCCESS);
 }
 
-ENTRY(CUresult, cuKernelSetAttribute, (int attribute, int value, object *kernel, CUdevice device)) {
+ENTRY(CUresult, cuKernelSetAttribute, (int attribute, int value, CUkernel handle, CUdevice device)) {
 	CALL(cuKernelSetAttribute);
-	if (!is_kernel(kernel, device)) return leave(INVALID_HANDLE);
+	object *const kernel = kernel_of(handle, device);
+	if (!kernel) return leave(INVALID_HANDLE);
 	if (attribute != DYNAMIC_SHARED_MOST || value < 0 || value + (int)kernel->fixed_shared > SHARED_OPTIN) {
 		fault("kernel %s: attribute %d cannot be %d with %u fixed bytes", kernel->name, attribute, value,
 		      kernel->fixed_shared);
@@ -612,15 +624,15 @@ typedef struct launch_attribute {
 	} value;
 } launch_attribute;
 
-typedef struct launch_config {
+typedef struct CUlaunchConfig {
 	uint32_t gx, gy, gz, bx, by, bz, shared;
 	void *stream;
 	const launch_attribute *attributes;
 	uint32_t attribute_count;
-} launch_config;
+} CUlaunchConfig;
 
 /* Whether the kernel may start before the work ahead of it in the stream has ended. */
-static bool starts_early(const launch_config *c, const char *name) {
+static bool starts_early(const CUlaunchConfig *c, const char *name) {
 	bool early = false;
 	for (uint32_t i = 0; i < c->attribute_count; i++) {
 		if (c->attributes[i].id == 6) early = c->attributes[i].value.programmatic_serialization_allowed;
@@ -629,14 +641,15 @@ static bool starts_early(const launch_config *c, const char *name) {
 	return early;
 }
 
-ENTRY(CUresult, cuLaunchKernelEx, (const launch_config *config, object *kernel, void **parameters, void **extra)) {
+ENTRY(CUresult, cuLaunchKernelEx, (const CUlaunchConfig *config, CUkernel handle, void **parameters, void **extra)) {
 	CALL(cuLaunchKernelEx);
 	void *const stream = config->stream;
 	const uint32_t shared = config->shared;
 	object *context;
 	const CUresult e = context_of(stream, &context);
 	if (e) return leave(e);
-	if (!is_kernel(kernel, context->device)) return leave(INVALID_HANDLE);
+	const object *const kernel = kernel_of(handle, context->device);
+	if (!kernel) return leave(INVALID_HANDLE);
 	const uint32_t grid[3] = {config->gx, config->gy, config->gz}, block[3] = {config->bx, config->by, config->bz};
 	if (!legal_launch(kernel, context->device, grid, block, shared)) return leave(LAUNCH_OUT_OF_RESOURCES);
 	const bool early = starts_early(config, kernel->name);
@@ -655,7 +668,7 @@ ENTRY(CUresult, cuLaunchKernelEx, (const launch_config *config, object *kernel, 
 	return leave(read_arguments(kernel, parameters, extra, event) ? SUCCESS : INVALID_VALUE);
 }
 
-ENTRY(CUresult, cuMemAllocAsync, (CUdeviceptr * memory, size_t size, void *stream)) {
+ENTRY(CUresult, cuMemAllocAsync, (CUdeviceptr * memory, size_t size, CUstream stream)) {
 	CALL(cuMemAllocAsync);
 	object *context;
 	const CUresult e = context_of(stream, &context);
@@ -672,7 +685,7 @@ ENTRY(CUresult, cuMemAllocAsync, (CUdeviceptr * memory, size_t size, void *strea
 	return leave(SUCCESS);
 }
 
-ENTRY(CUresult, cuMemFreeAsync, (CUdeviceptr memory, void *stream)) {
+ENTRY(CUresult, cuMemFreeAsync, (CUdeviceptr memory, CUstream stream)) {
 	CALL(cuMemFreeAsync);
 	object *context;
 	const CUresult e = context_of(stream, &context);
