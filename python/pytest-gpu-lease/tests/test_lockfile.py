@@ -1,5 +1,7 @@
 """Leases and records, between processes that are told what to do: nothing here depends on time."""
 
+import errno
+import fcntl
 import os
 import signal
 
@@ -164,6 +166,24 @@ def test_another_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a lock file"):
         LockFile(other)
     assert other.read_text() == "something of value\n"
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    """/dev/null can be locked, and keeps no record."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in ("/dev/null", tmp_path / "fifo"):
+        with pytest.raises(ValueError, match=f"{path} is not a regular file"):
+            open_lock_file(path)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    lock_file = LockFile(tmp_path / "lock")
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with pytest.raises(OSError, match="No locks available; the file must be on a local file system: '.*/lock'"):
+        lock_file.try_gpu(A)
 
 
 def test_every_gpu_has_a_byte_of_its_own():

@@ -14,6 +14,7 @@ lock or no lock, and neither is that record's slot.
 import fcntl
 import json
 import os
+import stat
 import struct
 import time
 import zlib
@@ -69,6 +70,8 @@ class LockFile:
             self.fd = os.open(self.path, flags | os.O_CREAT, 0o666)
         status = os.fstat(self.fd)
         self.identity = (status.st_dev, status.st_ino)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{self.path} is not a regular file; name one, or none yet")
         if status.st_size == 0:
             os.pwrite(self.fd, TITLE.ljust(PAGE, b"\0"), 0)
         elif os.pread(self.fd, len(TITLE), 0) != TITLE:
@@ -85,7 +88,13 @@ class LockFile:
     # ---- locks ----
 
     def _lock(self, kind, start, length):
-        fcntl.fcntl(self.fd, fcntl.F_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+        except (BlockingIOError, PermissionError):
+            raise
+        except OSError as error:
+            text = f"{error.strerror}; the file must be on a local file system"
+            raise OSError(error.errno, text, self.path) from None
 
     def _try_lock(self, start, length):
         try:
