@@ -30,5 +30,9 @@ for name in $needed; do
 	*) echo "the library needs $name, which is not among its run-time dependencies"; exit 1 ;;
 	esac
 done
+if objdump -R "$library" | grep ' ingot_'; then
+	echo "the library calls its own functions by names that another copy in the process would answer to (above)"
+	exit 1
+fi
 objdump -p "$library" | grep -q 'SONAME.*libingot\.so\.[0-9]' || { echo "no SONAME with a version"; exit 1; }
 echo "$(wc -l <"$work/names") functions exported"
