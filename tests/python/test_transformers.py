@@ -3,6 +3,7 @@ Transformers' own attention in the same type; generation, training, and what is 
 
 import copy
 import os
+import warnings
 
 import pytest
 
@@ -43,6 +44,33 @@ ENCODERS = {
         **SMALL, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
     ),
 }
+# Of these the masks are added to the scores by the model itself, in all of its layers or in some, or there is no mask without
+# padding and nothing in the layers says that they are not causal.
+OWN = {
+    "bloom": (tf.AutoModelForCausalLM, lambda: tf.BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)),
+    "bigbird_pegasus": (
+        tf.BigBirdPegasusModel,
+        lambda: tf.BigBirdPegasusConfig(
+            vocab_size=99, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=128, attention_type="original_full",
+        ),
+    ),
+    "splinter": (tf.SplinterModel, lambda: tf.SplinterConfig(**SMALL)),
+}  # fmt: skip
+SPARSE = dict(
+    SMALL, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=32, num_experts_per_tok=2, n_group=2, topk_group=1,
+    index_topk=5, index_n_heads=2, index_head_dim=16,
+)  # fmt: skip
+# Layers that choose the keys that they attend to, single ones or blocks.
+CHOOSING = {
+    "deepseek_v32": lambda: tf.DeepseekV32Config(**SPARSE),
+    "minimax_m3": lambda: tf.MiniMaxM3VLTextConfig(
+        **DECODER, head_dim=16, num_local_experts=4, num_experts_per_tok=2, index_block_size=4, index_topk_blocks=2,
+        index_local_blocks=1, index_n_heads=2, index_head_dim=16, layer_types=["full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "dense"], dense_intermediate_size=96, shared_intermediate_size=32,
+    ),
+}  # fmt: skip
 TEXTBOOK = "textbook"
 
 
@@ -69,8 +97,10 @@ tf.AttentionMaskInterface.register(TEXTBOOK, lambda **x: sdpa_mask(**{**x, "allo
 
 def build(kind, config, implementation="ingot"):
     torch.manual_seed(7)
-    how = dict(experts_implementation="eager") if config.model_type == "gpt_oss" else {}
-    model = kind.from_config(config, attn_implementation=implementation, **how).eval()
+    experts = any(hasattr(config, x) for x in ("num_experts_per_tok", "num_local_experts"))
+    how = dict(experts_implementation="eager") if experts else {}
+    make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+    model = make(config, attn_implementation=implementation, **how).eval()
     for name, x in model.named_parameters():
         # away from the uniform softmax of an untrained model
         x.data.mul_(4.0) if "q_proj" in name or "query" in name or "Wqkv" in name else None
@@ -252,21 +282,22 @@ def test_dropout_in_training():
     assert (runs.mean(0) - want).abs().mean() < 2 * (theirs.mean(0) - want).abs().mean() + 1e-3
 
 
-def test_encoder_and_decoder():
-    """T5: a learned bias of positions in every layer, and attention across."""
-    config = tf.T5Config(
+@pytest.mark.parametrize("config", [tf.T5Config, tf.UMT5Config])
+def test_encoder_and_decoder(config):
+    """T5: a learned bias of positions in every layer, and attention across. The decoder of UMT5 does not say of itself that it
+    is causal."""
+    config = config(
         vocab_size=99, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, pad_token_id=0, decoder_start_token_id=0
     )
-    model = build(tf.AutoModelForSeq2SeqLM, config)
+    # one each, as the stacks keep what they were made with
+    models = {how: build(tf.AutoModelForSeq2SeqLM, config, how) for how in ("ingot", "eager", TEXTBOOK)}
     ids, target, keep = tokens(), tokens(3, 11), padded("right")
-    run = lambda m, how: by(m, how, input_ids=ids, attention_mask=keep, decoder_input_ids=target).logits
-    got = run(model, "ingot")
-    assert it.statistics() == {"ingot": 6, "original": {}}
-    held(got, run(copy.deepcopy(model).double(), TEXTBOOK), run(model, "eager"))
-    found = []
-    for how in ("eager", "ingot"):
-        model.set_attn_implementation(how)
-        found.append(model.generate(ids, attention_mask=keep, max_new_tokens=6, do_sample=False))
+    with torch.no_grad():
+        run = lambda m: m(input_ids=ids, attention_mask=keep, decoder_input_ids=target).logits
+        got = run(models["ingot"])
+        assert it.statistics() == {"ingot": 6, "original": {}}
+        held(got, run(models[TEXTBOOK].double()), run(models["eager"]))
+    found = [models[x].generate(ids, attention_mask=keep, max_new_tokens=6, do_sample=False) for x in ("eager", "ingot")]
     assert torch.equal(*found)
 
 
@@ -276,7 +307,7 @@ def test_masks_of_the_caller():
     keep = torch.ones(17, 17, dtype=torch.bool).tril() & (rand(3, 1, 17, 17) > 0.2) | torch.eye(17, dtype=torch.bool)
     added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
     packed = torch.cat([torch.arange(9), torch.arange(8)])[None].expand(3, -1)
-    for given in (dict(attention_mask=keep), dict(attention_mask=added), dict(position_ids=packed)):
+    for given in (dict(attention_mask=keep), dict(attention_mask=added), dict(position_ids=packed, use_cache=False)):
         with torch.no_grad():
             got, want = (by(model, x, ids, **given).logits for x in ("ingot", "sdpa"))
         assert torch.allclose(got, want, **NEAR)
@@ -327,6 +358,91 @@ def test_any_mask(device, rng):
         if isinstance(mask, itf._Mask):
             assert torch.equal(mask.dense(), full)
     assert len(seen) >= 10, seen
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", OWN)
+def test_models_that_add_the_mask_themselves(name, side):
+    """They get what eager's do, and whoever gains nothing by "ingot" is told."""
+    kind, config = OWN[name]
+    itf._look_up.cache_clear()
+    ids, keep = tokens(), padded(side)
+    models = [build(kind, config(), x) for x in ("ingot", "eager")]
+    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        got, want = (m(ids, attention_mask=keep)[0] for m in models)
+    counts = keep.bool() if keep is not None and got.shape[1] == ids.shape[1] else slice(None)
+    assert torch.allclose(got[counts], want[counts], **NEAR)
+    nothing = [x for x in told if "compute their attention themselves" in str(x.message)]
+    assert len(nothing) == (name == "bloom") and bool(it.statistics()["ingot"]) == (name != "bloom")
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_models_that_choose_keys(name):
+    model = build(tf.AutoModelForCausalLM, CHOOSING[name]())
+    with torch.no_grad():
+        got, own = (by(model, x, tokens()).logits for x in ("ingot", "eager"))
+        held(got, by(copy.deepcopy(model).double(), "eager", tokens()).logits, own)
+    assert it.statistics() == {"ingot": 2, "original": {}}
+    module = torch.nn.Module()
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ingot.UnsupportedError, match="block_indices"):
+        itf.attention(module, q, q, q, None, block_indices=torch.zeros(1, 2, 4, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "t5"])
+def test_weights(name):
+    """output_attentions gives what eager gives, by plain PyTorch, and says so."""
+    if name == "t5":
+        config = tf.T5Config(vocab_size=99, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        models = [build(tf.AutoModelForSeq2SeqLM, config, x) for x in ("ingot", "eager")]
+        given = dict(decoder_input_ids=tokens(3, 11))
+    else:
+        models = [decoder(name, x) for x in ("ingot", "eager")]
+        given = {}
+    ids, keep = tokens(), padded("right")
+    with torch.no_grad():
+        got, want = (m(ids, attention_mask=keep, output_attentions=True, **given) for m in models)
+    assert it.statistics()["original"] == {"output_attentions": 6 if name == "t5" else 2}
+    for kind in ("encoder_attentions", "decoder_attentions", "cross_attentions") if name == "t5" else ("attentions",):
+        assert len(got[kind]) == len(want[kind]) == 2
+        for x, y in zip(got[kind], want[kind]):
+            assert torch.allclose(x, y, **NEAR)
+    counts = slice(None) if name == "t5" else keep.bool()
+    assert torch.allclose(got.logits[counts], want.logits[counts], rtol=0, atol=1e-4 if name == "t5" else 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["float", "double", "weights"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_stacked_sequences(name, kind):
+    """cu_seq_lens_q and its siblings, as FlashAttention has them: two sequences in one row do not see each other."""
+    model = decoder(name)
+    if kind == "double":
+        model.double()
+    ids = tokens(1, 24)
+    cu = torch.tensor([0, 9, 24], dtype=torch.int32)
+    given = dict(position_ids=torch.cat([torch.arange(9), torch.arange(15)])[None], cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    with torch.no_grad():
+        want = torch.cat([model(ids[:, :9]).logits, model(ids[:, 9:]).logits], 1)
+        it.statistics(reset=True)
+        for more in (dict(max_length_q=15, max_length_k=15), {}):
+            got = model(ids, **given, **more, output_attentions=kind == "weights")
+            assert torch.allclose(got.logits, want, **NEAR)
+            assert kind != "weights" or got.attentions[0].shape == (1, 4, 24, 24)
+        counted = it.statistics()
+        assert counted["ingot"] == (4 if kind == "float" else 0) and sum(counted["original"].values()) == 4 - counted["ingot"]
+        with pytest.raises(ingot.UnsupportedError, match="batch of 3"):
+            model(tokens(), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+        with pytest.raises(ingot.UnsupportedError, match="both are needed"):
+            model(ids, cu_seq_lens_q=cu)
+
+
+def test_a_mask_of_other_keys(device):
+    """A model that adds keys behind the mask's back is refused by PyTorch, and not answered without them."""
+    mask = itf.mask(batch_size=1, q_length=4, kv_length=4, device=device)
+    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8)
+    with pytest.raises(RuntimeError, match="must match|expand"):
+        itf.attention(torch.nn.Module(), q, k, k, mask)
 
 
 def test_a_mask_that_a_model_looks_into(device):
@@ -401,8 +517,10 @@ def test_bf16():
 
 
 def test_paged_refuses_what_it_does_not_know():
+    with pytest.raises(ingot.UnsupportedError, match="generate_batch"):
+        decoder("llama", "paged|ingot")(tokens())
     with pytest.raises(ingot.UnsupportedError, match="block_table"):
         itf.paged_attention(
-            None, None, None, None, cache=None, cu_seq_lens_q=None, cu_seq_lens_k=None, max_seqlen_q=1, max_seqlen_k=1,
+            None, None, None, None, cache=0, cu_seq_lens_q=None, cu_seq_lens_k=None, max_seqlen_q=1, max_seqlen_k=1,
             read_index=[], write_index=[], block_table=torch.zeros(1),
         )  # fmt: skip

@@ -10,13 +10,16 @@ that Ingot does not run go to Transformers' own "sdpa"; `ingot.torch.statistics`
 
 from __future__ import annotations
 
-from typing import Any, Optional
+import functools
+import typing
+import warnings
+from typing import Any, Iterator, Optional
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
 from . import _CUMULATIVE, _INDIVIDUAL, UnsupportedError, _mask
 from .torch import _autocast, _count, _operator, _plain, _prepare, _seed
@@ -141,19 +144,51 @@ def _structure(
     return keys, causal, window, kept, right
 
 
+def _subclasses(kind: type) -> Iterator[type]:
+    for x in kind.__subclasses__():
+        yield x
+        yield from _subclasses(x)
+
+
+@functools.lru_cache(maxsize=None)
+def _look_up(config: type) -> bool:
+    for kind in config.__mro__[:-1]:
+        models = [x for x in _subclasses(PreTrainedModel) if kind in (x.config_class, *typing.get_args(x.config_class))]
+        if models:
+            break
+    else:
+        return False
+    if any(x._supports_sdpa or x._supports_flash_attn or x._supports_flex_attn for x in models):
+        return False
+    if not any(x._can_set_attn_implementation() for x in models):
+        warnings.warn(
+            f'attn_implementation: models of {config.__name__} compute their attention themselves, so "ingot" changes nothing'
+        )
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _adds_masks(config: type) -> bool:
+    """Whether models of this kind of config add masks to their scores in code of their own, as those do that declare no other
+    attention than eager's: a boolean mask would be added as 0 and 1."""
+    return _look_up(config)
+
+
 def mask(*args: Any, **given: Any) -> Any:
-    """What AttentionMaskInterface asks of an implementation. None means the same as for "sdpa"."""
+    """What AttentionMaskInterface asks of an implementation. None: no key is masked; the causal square is no None, as some
+    decoders (UMT5's) do not say of themselves that they are causal."""
     already = given.get("attention_mask")
     if isinstance(already, _Mask):
         return already
+    if "config" in given and _adds_masks(type(given["config"])):
+        # without a skip: where the mask is None, their modules without is_causal would be taken for causal ones
+        return eager_mask(*args, **{**given, "allow_is_bidirectional_skip": False})
     found = _structure(**given) if not args and "q_length" in given else None
     if found is None:
-        return sdpa_mask(*args, **given)
+        return sdpa_mask(*args, **{**given, "allow_is_causal_skip": False})
     keys, causal, window, kept, _right = found
-    # None stands for the causal square, or for all keys
-    if window is None and kept is None and keys == given["kv_length"]:
-        if not causal or given["q_length"] in (1, keys):
-            return None
+    if window is None and kept is None and keys == given["kv_length"] and (not causal or given["q_length"] == 1):
+        return None
     return _Mask(given, *found)
 
 
@@ -164,10 +199,12 @@ def _sinks(s_aux: Optional[Tensor]) -> Optional[Tensor]:
     return None if s_aux is None else s_aux.reshape(-1).float()
 
 
-def _eager(query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux):
-    """What "sdpa" would leave out: softcap and sinks, in plain PyTorch."""
+def _eager(query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux, position_bias=None):
+    """What "sdpa" would leave out in plain PyTorch: softcap, sinks, and the weights, which are returned, too."""
     key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if position_bias is not None:
+        scores = scores + position_bias
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if is_causal:
@@ -181,7 +218,29 @@ def _eager(query, key, value, attention_mask, dropout, scaling, is_causal, softc
         sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., : key.shape[2]]
-    return torch.nn.functional.dropout(weights.to(value.dtype), dropout) @ value
+    weights = torch.nn.functional.dropout(weights.to(value.dtype), dropout)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def _selected(module, query, key, attention_mask, indices=None, block_indices=None, position_ids=None, **_):
+    """The mask of a layer that attends to the keys it has chosen (indices [B, Sq, N]) or to chosen blocks of them."""
+    if isinstance(attention_mask, _Mask):
+        attention_mask = attention_mask.dense()
+    rows, keys = query.shape[2], key.shape[2]
+    if indices is not None:
+        keep = indices.new_zeros((*indices.shape[:2], keys), dtype=torch.bool).scatter(-1, indices.long(), True)[:, None]
+        if attention_mask is None:
+            return keep
+        if attention_mask.dtype == torch.bool:
+            return attention_mask & keep
+        return attention_mask.masked_fill(~keep, torch.finfo(attention_mask.dtype).min)
+    build = getattr(getattr(module, "indexer", None), "build_block_mask", None)
+    if build is None:
+        raise UnsupportedError(f"block_indices of {type(module).__name__}, which has no indexer.build_block_mask", 20)
+    if position_ids is None:
+        position_ids = torch.arange(keys - rows, keys, device=query.device)
+    position_ids = (position_ids if position_ids.dim() > 1 else position_ids[None]).expand(query.shape[0], -1)
+    return build(block_indices, attention_mask, keys, query.dtype, query.device, position_ids)
 
 
 def attention(
@@ -197,10 +256,19 @@ def attention(
     softcap: Optional[float] = None,
     s_aux: Optional[Tensor] = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Optional[Tensor]]:
     """The implementation "ingot" of AttentionInterface: query [B, Hq, Sq, D], key [B, Hk, Sk, D], value [B, Hk, Sk, Dv],
-    attention_mask as `mask` makes it or as "sdpa" takes it, s_aux [Hq] the sinks. Returns [B, Sq, Hq, Dv] and None."""
+    attention_mask as `mask` makes it or as "sdpa" takes it, s_aux [Hq] the sinks. Returns [B, Sq, Hq, Dv] and, where
+    output_attentions asks for them, the weights [B, Hq, Sq, Sk]."""
+    if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
+        attention_mask = _selected(module, query, key, attention_mask, **kwargs)
+    if isinstance(attention_mask, _Mask) and attention_mask.given["kv_length"] != key.shape[2]:
+        attention_mask = attention_mask.dense()  # of other keys, which is PyTorch's to say
     structure = attention_mask if isinstance(attention_mask, _Mask) else None
+    cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if (cu_q is None) != (cu_k is None):
+        raise UnsupportedError("cu_seq_lens_q and cu_seq_lens_k: one without the other; both are needed", 20)
+    stacked = cu_q is not None and (structure.kept is None if structure else attention_mask is None)
     bias, causal, window, k_lengths = (None if structure else attention_mask), False, None, None
     k, v = key, value
     if structure:
@@ -215,7 +283,14 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and key.shape[2] > query.shape[2]:  # what "sdpa" makes of an empty cache of fixed size
             k, v = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    simple = not structure and bias is position_bias is s_aux is None and not (softcap or dropout)
+    if stacked:
+        if position_bias is not None:
+            raise UnsupportedError("position_bias with cu_seq_lens_q", 20)
+        longest = kwargs.get("max_length_q"), kwargs.get("max_length_k")
+        seen = bool(kwargs.get("output_attentions"))
+        return _stacked(query, key, value, (cu_q, cu_k), longest, causal, window, dropout, scaling, softcap, s_aux, seen)
+    square = structure is None or (window is structure.kept is None and (not causal or query.shape[2] == k.shape[2]))
+    simple = square and bias is position_bias is s_aux is None and not (softcap or dropout)
     if simple and not kwargs.get("output_attentions"):
         out = _plain(query, k, v, causal, scaling, True)
         if out is not None:
@@ -239,16 +314,15 @@ def attention(
         return out.transpose(1, 2), None
     _count(prepared)
     given = structure.dense() if structure else attention_mask
-    if softcap or s_aux is not None:
-        if position_bias is not None:
-            raise UnsupportedError(f"position_bias with softcap or sinks: {prepared}", 20)
+    if softcap or s_aux is not None or kwargs.get("output_attentions"):
         if given is not None:
             k, v = key, value
-        out = _eager(query, k, v, given, dropout, scaling, causal and given is None, softcap, s_aux)
-        return out.transpose(1, 2).contiguous(), None
+        if position_bias is not None:
+            position_bias = position_bias[..., : k.shape[2]]
+        return _eager(query, k, v, given, dropout, scaling, causal and given is None, softcap, s_aux, position_bias)
     return sdpa_attention_forward(
-        module, query, key, value, given, dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias,
-        **kwargs,
+        module, query, key, value, given, dropout=dropout, scaling=scaling, is_causal=causal and given is None,
+        position_bias=position_bias, **kwargs,
     )  # fmt: skip
 
 
@@ -263,20 +337,44 @@ def _attend(q, k, v, bias, dropout, scaling, softcap, s_aux, causal, window, k_l
     return out
 
 
-# ---- continuous batching ----
+# ---- stacked sequences ----
 
 
-def _blocks(cu_q: Tensor, cu_k: Tensor, rows: int, keys: int, window: Optional[int]) -> Tensor:
-    """The mask [1, 1, rows, keys] of stacked sequences, each causal at its end."""
+def _blocks(cu_q: Tensor, cu_k: Tensor, rows: int, keys: int, causal: bool, window: Optional[tuple]) -> Tensor:
+    """The mask [1, 1, rows, keys] of stacked sequences, each aligned at its end."""
     place = lambda cu, n: torch.searchsorted(cu[1:].contiguous(), torch.arange(n, device=cu.device, dtype=cu.dtype), right=True)
     of_q, of_k = place(cu_q, rows), place(cu_k, keys)
     last = cu_q.shape[0] - 2
     at_q = torch.arange(rows, device=cu_q.device) - cu_q[1:][of_q.clamp(max=last)]
     at_k = torch.arange(keys, device=cu_q.device) - cu_k[1:][of_k.clamp(max=last)]
-    keep = (of_q[:, None] == of_k) & (at_k <= at_q[:, None])
+    keep = of_q[:, None] == of_k
+    if causal:
+        keep &= at_k <= at_q[:, None]
     if window:
-        keep &= at_k > at_q[:, None] - window
+        keep &= (at_k >= at_q[:, None] - window[0]) & (at_k <= at_q[:, None] + window[1])
     return keep[None, None]
+
+
+def _stacked(query, key, value, cu, longest, causal, window, dropout, scaling, softcap, s_aux, seen=False) -> tuple:
+    """Attention of the sequences that lie one after another in the only row of query, key and value. seen: with the weights."""
+    if query.shape[0] != 1:
+        raise UnsupportedError(f"cu_seq_lens_q with a batch of {query.shape[0]}; 1 is allowed, as sequences are stacked in it", 20)
+    cu_q, cu_k = (x.to(torch.int32) for x in cu)
+    longest = [int(n) if n is not None else int(x.diff().max()) for n, x in zip(longest, (cu_q, cu_k))]
+    prepared = "output_attentions" if seen else _prepare(*_autocast(query, key, value), None, dropout, False, scaling, True)
+    if isinstance(prepared, str):
+        _count(prepared)
+        keep = _blocks(cu_q, cu_k, query.shape[2], key.shape[2], causal, window)
+        return _eager(query, key, value, keep, dropout, scaling, False, softcap, s_aux)
+    q, k, v, _ = prepared
+    mask_kind, left, right = _mask(causal, window)
+    out, _ = _operator(
+        q, k, v, None, None, _sinks(s_aux), cu_q, cu_k, _seed(q, dropout, None), scaling or 0.0, softcap or 0.0, dropout,
+        mask_kind or 0, 2, left or 0, right or 0, _CUMULATIVE | _CUMULATIVE << 8, cu_q.shape[0] - 1, *longest,
+        torch.are_deterministic_algorithms_enabled(), "", want_lse=False,
+    )  # fmt: skip
+    _count()
+    return out.transpose(1, 2), None
 
 
 def paged_attention(
@@ -290,22 +388,29 @@ def paged_attention(
     softcap: Optional[float] = None,
     s_aux: Optional[Tensor] = None,
     *,
-    cache: Any,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: Any,
-    read_index: list,
-    write_index: list,
+    cache: Any = None,
+    cu_seq_lens_q: Optional[Tensor] = None,
+    cu_seq_lens_k: Any = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Any = None,
+    read_index: Optional[list] = None,
+    write_index: Optional[list] = None,
     block_table: Optional[Tensor] = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Optional[Tensor]]:
     """The implementation "paged|ingot", which continuous batching calls: the new rows of all requests stacked in query, key and
     value [1, H, T, D]. They go into the cache, and each request attends to what the cache then holds of it."""
+    if cache is None:
+        raise UnsupportedError(
+            "cache is None; paged|ingot is for generate_batch, which gives one, and for models that hand it on to their layers", 20
+        )
     if block_table is not None:
         raise UnsupportedError("block_table: paged|ingot takes read_index and write_index", 20)
     if dropout:
         raise UnsupportedError(f"dropout is {dropout} with a paged cache", 20)
+    for name in ("indices", "block_indices", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(f"{name} with a paged cache", 20)
     window = cache.sliding_windows[module.layer_idx]
     window = window if window > 1 else None  # 1 stands for a layer without
     if isinstance(cu_seq_lens_k, dict):
@@ -315,21 +420,10 @@ def paged_attention(
         key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
     )
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-    prepared = _prepare(query, keys, values, None, 0.0, False, scaling, True)
-    if isinstance(prepared, str):
-        _count(prepared)
-        keep = _blocks(cu_seq_lens_q, cu_seq_lens_k, query.shape[2], keys.shape[2], window)
-        out = _eager(query, keys, values, keep, 0.0, scaling, False, softcap, s_aux)
-        return out.transpose(1, 2).contiguous(), None
-    q, k, v, _ = prepared
-    mask_kind, left, right = _mask(True, (window - 1, 0) if window else None)
-    out, _ = _operator(
-        q, k, v, None, None, _sinks(s_aux), cu_seq_lens_q, cu_seq_lens_k, None, scaling or 0.0, softcap or 0.0, 0.0,
-        mask_kind, 2, left or 0, right or 0, _CUMULATIVE | _CUMULATIVE << 8, cu_seq_lens_q.shape[0] - 1, max_seqlen_q,
-        max_seqlen_k, torch.are_deterministic_algorithms_enabled(), "", want_lse=False,
+    return _stacked(
+        query, keys, values, (cu_seq_lens_q, cu_seq_lens_k), (max_seqlen_q, max_seqlen_k), True,
+        (window - 1, 0) if window else None, 0.0, scaling, softcap, s_aux,
     )  # fmt: skip
-    _count()
-    return out.transpose(1, 2), None
 
 
 AttentionInterface.register("ingot", attention)
