@@ -362,6 +362,21 @@ def test_outputs_share_no_memory_with_inputs(rng):
         ingot.attention(q[:1], room[: 2 * 3 * 5 * 16].reshape(2, 3, 5, 16)[:1], v[:1], out=room[:240].reshape(1, 3, 5, 16))
     with pytest.raises(ingot.InvalidError, match="k shares memory with k_new; "):
         ingot.append(k[:, :, :1], v[:, :, :1].copy(), k, v, k_lengths=np.zeros(2, np.int32))
+    # merge may write over its first part, if that is the same elements
+    parts, lses = np.stack([q, k]), [q[..., 0].copy(), k[..., 0].copy()]
+    want = ingot.merge([q, k], lses)[0]
+    same([ingot.merge(parts, np.stack(lses), out=parts[0])[0]], [want])
+    bytes_of_half = np.zeros(q.nbytes, np.uint8)
+    halves = [bytes_of_half[: q.nbytes // 2].view(np.float16).reshape(q.shape), k.astype(np.float16)]
+    for error, run in (
+        ("out shares memory with out_parts; ", lambda: ingot.merge([q, k], lses, out=k)),
+        ("out shares memory with out_parts; ", lambda: ingot.merge(parts, np.stack(lses), out=parts[1])),
+        ("out shares memory with out_parts; ", lambda: ingot.merge(
+            halves, lses, out=bytes_of_half.view(np.float32).reshape(q.shape))),
+        ("lse shares memory with lse_parts; ", lambda: ingot.merge([q, k], lses, lse=lses[1])),
+    ):
+        with pytest.raises(ingot.InvalidError, match=error):
+            run()
     want = ingot.attention(q, k, v)
     packed = np.zeros((2, 5, 2, 3, 16), np.float32)
     mine, out = (packed[:, :, i].transpose(0, 2, 1, 3) for i in range(2))

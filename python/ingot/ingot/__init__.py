@@ -467,7 +467,8 @@ def merge(
     float32:
     [N, B, H, S], or as many [B, H, S], in lse_base. An empty part is (anything finite, -inf).
 
-    Returns (out [B, H, S, Dv], lse [B, H, S]). out and lse are written and returned if given; they may be the first part's own.
+    Returns (out [B, H, S, Dv], lse [B, H, S]). out and lse are written and returned if given; they may be the first part's own,
+    of the same type and strides. The other arguments are those of `attention`.
     """
     return _core.attn_merge(
         out_parts=out_parts,
@@ -512,7 +513,9 @@ def append(
     them, of the rows' type or float8 (stored is new / descale). v_new and v may both be None.
     k_lengths [B], int32: each sequence's length before the append, or after it with lengths_after. last_page_lengths [B], with
     CSR pages: the tokens in the last page after it.
-    Rows beyond the slot or the page list are dropped. Returns None; with jax nothing can be appended, its arrays never change.
+    Rows beyond the slot or the page list are dropped. The other arguments are those of `attention_paged`.
+
+    Returns None; with jax nothing can be appended, its arrays never change.
     """
     if page_table is page_indptr is page_indices is None:
         if k_lengths is None or last_page_lengths is not None:
@@ -563,7 +566,7 @@ def explain(
 
         print(ingot.explain(ingot.attention, q, k, v, causal=True))
 
-    function: attention, attention_varlen, attention_paged, merge or append.
+    function: attention, attention_varlen, attention_paged, merge or append. format: "text" or "json".
     """
     if not any(function is x for x in (attention, attention_varlen, attention_paged, merge, append)):
         raise _invalid(

@@ -550,22 +550,38 @@ static bool surely_share(const ingot_tensor *a, const ingot_tensor *b) {
 	return y.dense && ((x.from >= y.from && x.from < y.end) || (x.last >= y.from && x.last < y.end));
 }
 
+/* Whether an output of merge is its first part's own memory, element for element: parts is that part or an array of all. */
+static bool is_first_part(const ingot_tensor *output, const ingot_tensor *parts) {
+	const int more = parts->ndim - output->ndim;
+	if (parts->data != output->data || parts->dtype != output->dtype || more < 0 || more > 1) return false;
+	for (int axis = 0; axis < output->ndim; axis++) {
+		if (parts->shape[more + axis] != output->shape[axis]) return false;
+		if (output->shape[axis] > 1 && parts->stride[more + axis] != output->stride[axis]) return false;
+	}
+	return true;
+}
+
 /* What a call writes shares no element with what it reads: results would be wrong without a word. */
-static bool outputs_apart(const operator_row *op, const operator_call *call) {
-	if (op->run == run_attn_merge) return true; /* may write over its first part, and it sees the rest of them */
+static bool outputs_apart(const operator_call *call) {
+	const char *const params = (const char *)&call->params;
 	for (int i = 0; i < call->tensors; i++) {
 		const field *const written = call->tensor[i].field;
 		if (written->kind != OUTPUT || call->tensor[i].object == Py_True) continue;
+		const ingot_tensor *const output = (const void *)(params + written->offset);
 		for (int j = 0; j < call->tensors; j++) {
 			const field *const read = call->tensor[j].field;
-			if (read->kind != INPUT) continue;
-			const char *const params = (const char *)&call->params;
-			if (!surely_share((const void *)(params + written->offset), (const void *)(params + read->offset)))
-				continue;
-			raise_status(INGOT_INVALID,
-			             "%s shares memory with %s; what a call writes shares no element with its inputs",
-			             written->name, read->name);
-			return false;
+			if (read->kind != INPUT && read->kind != PARTS) continue;
+			const ingot_tensor *const inputs = (const void *)(params + read->offset);
+			const Py_ssize_t count = read->kind == PARTS ? PyTuple_Size(call->tensor[j].object) : 1;
+			for (Py_ssize_t part = 0; part < count; part++) {
+				if (!surely_share(output, &inputs[part])) continue;
+				if (read->kind == PARTS && part == 0 && is_first_part(output, inputs)) continue;
+				raise_status(INGOT_INVALID,
+				             "%s shares memory with %s; what a call writes shares no element with its inputs%s",
+				             written->name, read->name,
+				             read->kind == PARTS ? ", but for a first part of the same type and strides" : "");
+				return false;
+			}
 		}
 	}
 	return true;
@@ -658,7 +674,7 @@ static PyObject *run(const operator_row *op, PyObject *const *values, Py_ssize_t
 	PyObject *answer = NULL;
 	if (read_arguments(op, &call, values, keywords)) {
 		const bool stream_given = call.where.handle_given;
-		if (import_tensors(op, &call) && outputs_apart(op, &call)) answer = launch(op, &call, stream_given);
+		if (import_tensors(op, &call) && outputs_apart(&call)) answer = launch(op, &call, stream_given);
 	}
 	operator_call_release(&call);
 	return answer;

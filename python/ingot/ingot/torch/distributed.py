@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from typing import Any, Callable, Literal, NamedTuple, Optional, TypeVar
+from typing import Any, Literal, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,14 @@ from . import _FLOATS, _PLAIN, _autocast, _dense, _threads, attention
 __all__ = ["position_ids", "ring_attention", "shard", "unshard"]
 
 _Function = TypeVar("_Function")
-_between_graphs: Callable[[_Function], _Function] = torch.compiler.disable  # which has no types
 Layout = Literal["contiguous", "zigzag"]
 Group = Any  # a ProcessGroup, a DeviceMesh of one axis, or None for all processes
+
+
+def _between_graphs(function: _Function) -> _Function:
+    """torch.compiler.disable, which has no types."""
+    return torch.compiler.disable(function)
+
 
 _LAYOUT = {"contiguous": 1, "zigzag": 2}  # pieces of the sequence that a rank holds
 
