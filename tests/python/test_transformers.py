@@ -377,6 +377,25 @@ def test_models_that_add_the_mask_themselves(name, side):
     assert len(nothing) == (name == "bloom") and bool(it.statistics()["ingot"]) == (name != "bloom")
 
 
+def test_a_mask_that_eager_leaves_out():
+    """Informer halves its sequences between layers, which is right only as long as there is no mask."""
+    config = tf.InformerConfig(
+        prediction_length=5, context_length=14, lags_sequence=[1, 2, 7], num_time_features=2, d_model=32, encoder_layers=2,
+        decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32,
+    )  # fmt: skip
+    given = dict(
+        past_values=rand(2, 21), past_time_features=rand(2, 21, 2), past_observed_mask=torch.ones(2, 21),
+        future_values=rand(2, 5), future_time_features=rand(2, 5, 2),
+    )  # fmt: skip
+    found = []
+    for how in ("ingot", "eager"):
+        model = build(tf.InformerModel, config, how)
+        torch.manual_seed(1)  # it samples keys
+        with torch.no_grad():
+            found.append(model(**given).last_hidden_state)
+    assert torch.allclose(*found, **NEAR) and it.statistics()["ingot"] == 2
+
+
 @pytest.mark.parametrize("name", CHOOSING)
 def test_models_that_choose_keys(name):
     model = build(tf.AutoModelForCausalLM, CHOOSING[name]())

@@ -181,8 +181,7 @@ def mask(*args: Any, **given: Any) -> Any:
     if isinstance(already, _Mask):
         return already
     if "config" in given and _adds_masks(type(given["config"])):
-        # without a skip: where the mask is None, their modules without is_causal would be taken for causal ones
-        return eager_mask(*args, **{**given, "allow_is_bidirectional_skip": False})
+        return eager_mask(*args, **given)
     found = _structure(**given) if not args and "q_length" in given else None
     if found is None:
         return sdpa_mask(*args, **{**given, "allow_is_causal_skip": False})
@@ -280,7 +279,11 @@ def attention(
         elif structure.kept is not None:
             bias = structure.kept[:, None, None, :]
     elif attention_mask is None and query.shape[2] > 1:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = is_causal
+        if causal is None:
+            # where the masks are eager's they say it all, and many layers have no is_causal
+            own = _adds_masks(type(getattr(module, "config", None)))
+            causal = not own and getattr(module, "is_causal", True)
         if causal and key.shape[2] > query.shape[2]:  # what "sdpa" makes of an empty cache of fixed size
             k, v = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if stacked:
