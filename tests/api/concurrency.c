@@ -323,9 +323,9 @@ static int grandchild(void *argument) {
 }
 
 static int child(void *argument) {
-	if (run_fork(grandchild, argument, 10)) return 2; /* before the child's own first call */
+	if (run_fork(grandchild, argument, 60)) return 2; /* before the child's own first call */
 	if (!again(argument)) return 1;
-	return run_fork(grandchild, argument, 10) ? 3 : 0;
+	return run_fork(grandchild, argument, 60) ? 3 : 0;
 }
 
 static void test_fork(void **state) {
@@ -334,7 +334,7 @@ static void test_fork(void **state) {
 	const ingot_options o = deterministic(8);
 	assert_ok(run_both(&a, &o));
 	for (int i = 0; i < 5; i++) {
-		assert_int_equal(run_fork(child, &a, 10), 0);
+		assert_int_equal(run_fork(child, &a, 180), 0);
 		assert_true(again(&a));
 	}
 	attention_end(&a);
@@ -391,7 +391,7 @@ static void test_fork_while_others_call(void **state) {
 	pthread_t thread[3];
 	atomic_store(&stop, false);
 	for (int i = 0; i < 3; i++) assert_int_equal(pthread_create(&thread[i], NULL, calls_until_stopped, &p), 0);
-	for (int i = 0; i < 20; i++) assert_int_equal(run_fork(child_among_threads, &p, 20), 0);
+	for (int i = 0; i < 20; i++) assert_int_equal(run_fork(child_among_threads, &p, 60), 0);
 	atomic_store(&stop, true);
 	for (int i = 0; i < 3; i++) {
 		void *outcome;

@@ -189,7 +189,7 @@ static void test_fork_while_logging(void **state) {
 	atomic_store(&stop, false);
 	pthread_t thread[2];
 	for (int i = 0; i < 2; i++) assert_int_equal(pthread_create(&thread[i], NULL, noisy_until_stopped, &a), 0);
-	for (int i = 0; i < 30; i++) assert_int_equal(run_fork(quiet_child, &a, 10), 0);
+	for (int i = 0; i < 30; i++) assert_int_equal(run_fork(quiet_child, &a, 60), 0);
 	atomic_store(&stop, true);
 	for (int i = 0; i < 2; i++) pthread_join(thread[i], NULL);
 	ingot_set_log(0, NULL, NULL);
