@@ -352,6 +352,7 @@ typedef struct ingot_kv_append_params {
 	ingot_tensor page_table;
 	ingot_tensor page_indptr;
 	ingot_tensor page_indices;
+	/* As attn_fwd's, with max_seqlen_new and Hk in the place of max_seqlen_q and Hq. */
 	int64_t batch;
 	int64_t max_seqlen_new;
 	int64_t max_seqlen_k;

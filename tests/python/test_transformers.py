@@ -428,7 +428,7 @@ def test_weights(name):
         for x, y in zip(got[kind], want[kind]):
             assert torch.allclose(x, y, **NEAR)
     counts = slice(None) if name == "t5" else keep.bool()
-    assert torch.allclose(got.logits[counts], want.logits[counts], rtol=0, atol=1e-4 if name == "t5" else 1e-5)
+    assert torch.allclose(got.logits[counts], want.logits[counts], **NEAR)
 
 
 @pytest.mark.parametrize("kind", ["float", "double", "weights"])

@@ -74,13 +74,14 @@ def _mask(causal: bool, window: Window) -> tuple:
     if window is None:
         return (1 if causal else None), None, None
     try:
-        left, right = [_UNBOUNDED if x is None else operator.index(x) for x in window]
-    except (TypeError, ValueError):
-        left = right = 2**31
-    if not (-(2**31) <= left < 2**31 and -(2**31) <= right < 2**31):
+        bounds = [_UNBOUNDED if x is None else operator.index(x) for x in window]
+    except TypeError:
+        bounds = []
+    if len(bounds) != 2 or not all(-(2**31) <= x < 2**31 for x in bounds):
         raise _invalid(
             f"window is {window!r}; a pair of 32-bit integers (left, right) is allowed, None in it for no bound"
         )
+    left, right = bounds
     if left == -1 or right == -1:
         # Legal in C, but what ports from FlashAttention mean by it is no bound, and (-1, -1) would give zeros.
         raise _invalid(f"window is {window!r}; -1 is refused: None stands for no bound")
