@@ -259,6 +259,7 @@ def attention(
     """The implementation "ingot" of AttentionInterface: query [B, Hq, Sq, D], key [B, Hk, Sk, D], value [B, Hk, Sk, Dv],
     attention_mask as `mask` makes it or as "sdpa" takes it, s_aux [Hq] the sinks. Returns [B, Sq, Hq, Dv] and, where
     output_attentions asks for them, the weights [B, Hq, Sq, Sk]."""
+    seen = bool(kwargs.get("output_attentions"))  # the weights are wanted, too
     if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
         attention_mask = _selected(module, query, key, attention_mask, **kwargs)
     if isinstance(attention_mask, _Mask) and attention_mask.given["kv_length"] != key.shape[2]:
@@ -290,11 +291,10 @@ def attention(
         if position_bias is not None:
             raise UnsupportedError("position_bias with cu_seq_lens_q", 20)
         longest = kwargs.get("max_length_q"), kwargs.get("max_length_k")
-        seen = bool(kwargs.get("output_attentions"))
         return _stacked(query, key, value, (cu_q, cu_k), longest, causal, window, dropout, scaling, softcap, s_aux, seen)
     square = structure is None or (window is structure.kept is None and (not causal or query.shape[2] == k.shape[2]))
     simple = square and bias is position_bias is s_aux is None and not (softcap or dropout)
-    if simple and not kwargs.get("output_attentions"):
+    if simple and not seen:
         out = _plain(query, k, v, causal, scaling, True)
         if out is not None:
             _count()
@@ -307,7 +307,7 @@ def attention(
             bias = position.masked_fill(~bias, torch.finfo(position.dtype).min)
         else:
             bias = bias + position
-    if kwargs.get("output_attentions"):
+    if seen:
         prepared = "output_attentions"
     else:
         cast = _autocast(query, k, v, bias)
@@ -317,7 +317,7 @@ def attention(
         return out.transpose(1, 2), None
     _count(prepared)
     given = structure.dense() if structure else attention_mask
-    if softcap or s_aux is not None or kwargs.get("output_attentions"):
+    if softcap or s_aux is not None or seen:
         if given is not None:
             k, v = key, value
         if position_bias is not None:
