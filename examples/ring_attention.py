@@ -1,7 +1,11 @@
 """A causal sequence over several processes: how far the ring's output and gradients are from fp64, beside those of one process.
 
     pip install ./python/ingot torch numpy && torchrun --nproc_per_node=4 examples/ring_attention.py
+
+On GPUs, over NCCL, where each process can have one of its own; else on CPUs, over gloo.
 """
+
+import os
 
 import ingot.torch
 import torch
@@ -9,7 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ingot.torch.distributed import ring_attention, shard, unshard
 
-dist.init_process_group("gloo")
+local_rank, local_ranks = (int(os.environ[x]) for x in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+gpus = torch.cuda.device_count() >= local_ranks
+if gpus:
+    torch.cuda.set_device(local_rank)
+dist.init_process_group("nccl" if gpus else "gloo")
+torch.set_default_device("cuda" if gpus else "cpu")
 torch.manual_seed(0)  # the same tensors on all ranks, to compare with
 q = torch.randn(1, 8, 1000, 64, requires_grad=True)  # [B, Hq, S, D]
 k, v = (torch.randn(1, 2, 1000, 64, requires_grad=True) for _ in range(2))

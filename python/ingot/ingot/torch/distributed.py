@@ -7,7 +7,7 @@
 Each rank of a group of torch.distributed holds a slice of the queries and a slice of the keys and values. K and V go round
 the ring of ranks, and each rank merges, by the log-sum-exp, what its queries find in every slice; in the backward the
 gradients of K and V travel with them. While a block is computed the next one is on its way. CPU tensors need a group with
-gloo, CUDA tensors one with NCCL. The GPU half has not run on any GPU.
+gloo, CUDA tensors one with NCCL.
 """
 
 from __future__ import annotations
