@@ -424,6 +424,68 @@ static void test_bounds(void **state) {
 	each("attn_bwd", bounds_backward);
 }
 
+/* ---- sinks that are no numbers ------------------------------------------------------------------------------------------ */
+
+/* A sink of -inf is none, and hides no NaN; one that is NaN makes no out of a row that has no pair. */
+static void odd_sinks(void) {
+	enum { ROWS = 3, KEYS = 5, D = 8 };
+	attention a;
+	attention_begin(&a, INGOT_F32, 1, 2, 2, ROWS, KEYS, D, 12);
+	float sinks[2] = {-INFINITY, NAN};
+	a.fwd.sink = TENSOR(sinks, INGOT_F32, 2);
+	set_value(&a.fwd.q, D, NAN); /* head 0, row 1 */
+	if (runs_forward(&a.fwd))
+		for (int64_t r = 0; r < 2 * ROWS; r++) {
+			assert_int_equal(isnan(value(&a.fwd.out, r * D)) != 0, r == 1 || r >= ROWS);
+			assert_int_equal(isnan(value(&a.fwd.lse, r)) != 0, r == 1 || r >= ROWS);
+		}
+	a.fwd.mask = INGOT_MASK_WINDOW, a.fwd.align = INGOT_TOP_LEFT; /* nobody sees a key */
+	a.fwd.window_left = INGOT_UNBOUNDED, a.fwd.window_right = -2 * KEYS;
+	if (runs_forward(&a.fwd)) {
+		assert_true(all_are(&a.fwd.out, 0));
+		for (int64_t r = 0; r < 2 * ROWS; r++)
+			assert_true(r < ROWS ? value(&a.fwd.lse, r) == -INFINITY : isnan(value(&a.fwd.lse, r)));
+	}
+	attention_end(&a);
+}
+
+static void test_odd_sinks(void **state) {
+	each("attn_fwd", odd_sinks);
+}
+
+/* ---- zeros, by their sign -------------------------------------------------------------------------------------------------- */
+
+/* Each row's weights but that of key 0, whose V is 0, are the smallest denormal: their products with V underflow, to a zero of
+ * either sign. Which rows are computed side by side, and so which masked keys beside them, depends on the threads. */
+static void zeros_that_underflow(void) {
+	enum { ROWS = 65, QUERY_HEADS = 12, D = 8 };
+	attention one, many;
+	attention_begin(&one, INGOT_F32, 1, QUERY_HEADS, 1, ROWS, ROWS, D, 13);
+	attention_begin(&many, INGOT_F32, 1, QUERY_HEADS, 1, ROWS, ROWS, D, 13);
+	attention *const both[] = {&one, &many};
+	for (int n = 0; n < 2; n++) {
+		ingot_attn_fwd_params *const p = &both[n]->fwd;
+		p->mask = INGOT_MASK_CAUSAL;
+		p->softmax_scale = 1;
+		for (int64_t i = 0; i < elements(&p->q); i++) set_value(&p->q, i, i % D == 0);
+		for (int64_t i = 0; i < elements(&p->k); i++) {
+			set_value(&p->k, i, i % D == 0 && i >= D ? -103 : 0);
+			set_value(&p->v, i, i < D ? 0 : value(&p->v, i) < 0 ? -0.1f : 0.1f);
+		}
+	}
+	options.num_threads = 1;
+	if (runs_forward(&one.fwd))
+		for (options.num_threads = 2; options.num_threads < 12; options.num_threads++) {
+			(void)runs_forward(&many.fwd);
+			assert_true(same_bytes(&one.fwd.out, &many.fwd.out));
+		}
+	attention_end(&one), attention_end(&many);
+}
+
+static void test_zeros_that_underflow(void **state) {
+	each("attn_fwd", zeros_that_underflow);
+}
+
 /* ---- sizes whose products leave 64 bits ------------------------------------------------------------------------------------ */
 
 /* A plan multiplies them; a product that wraps to 0 once divided by it. Nothing but a few tokens has to exist for such a call. */
@@ -475,6 +537,8 @@ int main(void) {
 		cmocka_unit_test(test_expanded_gradient),
 		cmocka_unit_test(test_dropout_rates),
 		cmocka_unit_test(test_bounds),
+		cmocka_unit_test(test_odd_sinks),
+		cmocka_unit_test(test_zeros_that_underflow),
 		cmocka_unit_test(test_sizes_beyond_counting),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -437,22 +437,23 @@ static __attribute__((noinline)) void bwd_multiply_rows(float *c, const float *a
 	}
 }
 
-/* dQ of a strip += dS K, a panel of columns. */
+/* dQ of a strip += dS K, a panel of columns; likewise the block's sum first. */
 static __attribute__((noinline)) void bwd_multiply_keys(float *c, const float *a, const float *b, int64_t steps,
                                                         int64_t count, int64_t columns) {
 	BWD_BY_SHAPE(count, columns,
-	             tile(a, BWD_PITCH_ROWS, 1, b, vectors * VL, c, NR, steps, rows, vectors, TILE_ADD, NULL))
+	             tile(a, BWD_PITCH_ROWS, 1, b, vectors * VL, c, NR, steps, rows, vectors, TILE_SUM, NULL))
 }
 
-/* dK or dV of MR keys += the transpose of dS or P, times rows of Q or dO; a panel of columns. */
+/* dK or dV of MR keys += the transpose of dS or P, times rows of Q or dO; a panel of columns. The sum of a tile comes first: of many
+ * rows alike, each rounding would else go the same way. */
 static __attribute__((noinline)) void bwd_multiply_queries(float *c, const float *a, const float *b, int64_t piece,
                                                            int64_t steps, int64_t count, int64_t columns) {
 #if X86_PAIRS
 	(void)piece;
-	BWD_BY_SHAPE(count, columns, tile(a, 1, BWD_PITCH, b, vectors * VL, c, NR, steps, rows, vectors, TILE_ADD, NULL))
+	BWD_BY_SHAPE(count, columns, tile(a, 1, BWD_PITCH, b, vectors * VL, c, NR, steps, rows, vectors, TILE_SUM, NULL))
 #else
 	BWD_BY_SHAPE(count, columns,
-	             tile_in_pieces(a, 1, BWD_PITCH, b, VL, c, NR, steps, rows, vectors, TILE_ADD, NULL,
+	             tile_in_pieces(a, 1, BWD_PITCH, b, VL, c, NR, steps, rows, vectors, TILE_SUM, NULL,
 	                            (tile_pieces){.steps = MR, .a = MR * BWD_PITCH, .b = piece, .second = MR * VL}))
 #endif
 }

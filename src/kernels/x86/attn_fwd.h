@@ -363,10 +363,10 @@ static inline float fwd_weight(const ingot__problem *p, int64_t head, double max
 	double weight = sum == 0 ? 0 : 1 / sum, log_sum = sum == 0 ? -INFINITY : max + log(sum);
 	if (p->features & INGOT__SINK) {
 		const double sink = ((const float *)p->sink.data)[head * p->sink.stride[0]];
-		const double top = sink <= max ? max : sink;
+		const double top = max <= sink ? sink : max; /* a NaN of either comes through */
 		const double mine = sum == 0 ? 0 : exp(max - top);
-		const double total = top == -INFINITY ? 0 : mine * sum + exp(sink - top);
-		weight = total == 0 ? 0 : mine / total;
+		const double total = mine * sum + (sink == -INFINITY ? 0 : exp(sink - top));
+		weight = sum == 0 ? 0 : mine / total;
 		log_sum = total == 0 ? -INFINITY : top + log(total);
 	}
 	*lse = (float)log_sum;
@@ -382,7 +382,8 @@ static inline void fwd_write_row(const ingot__problem *p, ingot__span q_rows, in
 	if (p->features & INGOT__DROPOUT) weight = (float)(weight / (1.0 - (double)p->dropout_p));
 	const vf w = v_set(weight);
 	for (int64_t d = 0; d < width; d += VL) {
-		const vf x = empty ? v_zero() : v_mul(w, v_load_f32(out + d / NR * panel + d % NR, width - d));
+		/* + 0: the sign of a sum that underflowed to 0 follows the strip's masked keys, and so the number of threads */
+		const vf x = empty ? v_zero() : v_fma(w, v_load_f32(out + d / NR * panel + d % NR, width - d), v_zero());
 		row_store(row, d, width, p->out.dtype, x);
 	}
 	if (p->lse.dtype != INGOT_NONE)

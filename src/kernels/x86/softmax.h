@@ -176,9 +176,11 @@ static inline void probabilities_drop(float *p, uint64_t seed, uint64_t offset, 
  * costs one more pass at worst. It is decided for each row by its own scores, so strips may be cut anywhere.
  */
 #define SOFTMAX_LIMIT 256.0f
+/* Exponents m * factor up to which their rounding, which all exponents of a row then share, stays below one half. */
+#define SOFTMAX_FUSED 4194304.0f
 
 /* Probabilities of one row against the reference, returned are their lane-wise sums. factor turns scores into exponents of
- * two. exact: subtract first, which costs an operation and cannot overflow. */
+ * two. exact: subtract first, which costs an operation and is right for scores of any size. */
 X86_INLINE vf softmax_row(const float *s, float *p, float m, float factor, int64_t c0, int64_t c1, bool exact) {
 	const vf f = v_set(factor), reference = v_set(exact ? m : m * factor);
 	vf sum0 = v_zero(), sum1 = v_zero();
@@ -227,7 +229,7 @@ X86_INLINE vf softmax_move(vf old, vf top, float factor, vf *alpha) {
  * row must be multiplied by. Whether any alpha is not 1 is returned. Rows that are -inf everywhere give zeros. */
 static inline bool softmax_strip(const float *s, float *p, float *m, float *l, float *alpha, int rows, int64_t c0,
                                  int64_t c1, float factor) {
-	const vf none = v_set(-INFINITY), limit = v_set(SOFTMAX_LIMIT), huge = v_set(1e37f / factor);
+	const vf none = v_set(-INFINITY), limit = v_set(SOFTMAX_LIMIT), huge = v_set(SOFTMAX_FUSED / factor);
 	bool moved = false;
 	float reference[VL] X86_ALIGNED;
 	vf old = v_load(m);
@@ -252,7 +254,7 @@ static inline bool softmax_strip(const float *s, float *p, float *m, float *l, f
 		float *y = p + r * (BLOCK / PACK);
 		vf sum;
 		if (!exact) sum = softmax_row(x, y, reference[r], factor, c0, c1, false);
-		else sum = softmax_row(x, y, reference[r], factor, c0, c1, fabsf(reference[r]) > 1e37f / factor);
+		else sum = softmax_row(x, y, reference[r], factor, c0, c1, fabsf(reference[r]) > SOFTMAX_FUSED / factor);
 		if (v_any(v_less(limit, sum))) {
 			vf a, new = softmax_move(v_set(m[r]), v_set(softmax_top(x, c0, c1)), factor, &a);
 			m[r] = v_lane0(new);
