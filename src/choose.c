@@ -263,6 +263,7 @@ static const knowledge *knowledge_of(const ingot__device *device) {
 /* backend is "", "family", "name", "family/name", each name with an optional ":variant". */
 typedef struct forced {
 	char family[48], name[64], variant[48];
+	bool one_variant;
 } forced;
 
 static bool split(const char *backend, forced *f) {
@@ -273,6 +274,7 @@ static bool split(const char *backend, forced *f) {
 		return false;
 	memcpy(f->family, backend, family);
 	memcpy(f->name, name, length);
+	f->one_variant = colon;
 	if (colon) strcpy(f->variant, colon + 1);
 	return true;
 }
@@ -355,7 +357,7 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 		bool exactly = false;
 		if (force && !meant(impl, &f, &exactly)) continue;
 		if (!exactly && impl->rank < 0) continue;
-		if (force && *f.variant && !has_variant(impl, f.variant)) continue;
+		if (force && f.one_variant && !has_variant(impl, f.variant)) continue;
 		named = true;
 		ingot__candidate *c = &choice->candidate[choice->candidates++];
 		*c = (ingot__candidate){.impl = impl, .index = i};

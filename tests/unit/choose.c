@@ -98,6 +98,7 @@ static void test_forced(void **state) {
 	                                    "attn_fwd",
 	                                    "attn_fwd_reference:no_such_variant",
 	                                    "reference:no_such_variant",
+	                                    "attn_fwd_reference:",
 	                                    " reference",
 	                                    "reference ",
 	                                    "%s%s%n"};
