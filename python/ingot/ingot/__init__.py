@@ -51,13 +51,10 @@ def _invalid(sentence: str) -> InvalidError:
     return InvalidError(sentence, _core.statuses["INGOT_INVALID"])
 
 
-_SEQUENCES = "the number of sequences"
-
-
 def _renamed(error: Error, **names: Optional[str]) -> Error:
-    """The error in terms of a function whose arguments have other names than the library's fields."""
-    names = {field: name for field, name in names.items() if name}
-    sentence = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(error)) if names else str(error)
+    """The error in terms of a function whose arguments have other names than the library's fields, and that takes no batch."""
+    names = {"batch": "the number of sequences", **{field: name for field, name in names.items() if name}}
+    sentence = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(error))
     return type(error)(sentence, error.status)
 
 
@@ -333,7 +330,7 @@ def attention_varlen(
             explain=_explain,
         )
     except Error as error:
-        raise _renamed(error, q_lengths="cu_seqlens_q", k_lengths="cu_seqlens_k", batch=_SEQUENCES) from None
+        raise _renamed(error, q_lengths="cu_seqlens_q", k_lengths="cu_seqlens_k") from None
 
 
 def _pages(page_table: Any, page_indptr: Any, page_indices: Any, lengths: Any, last_page_lengths: Any) -> int:
@@ -445,7 +442,6 @@ def attention_paged(
             v="v_pages",
             q_lengths=None if cu_seqlens_q is None else "cu_seqlens_q",
             k_lengths=None if last_page_lengths is None else "last_page_lengths",
-            batch=_SEQUENCES,
         )
         raise _renamed(error, **names) from None
 
@@ -555,7 +551,6 @@ def append(
         names = dict(
             new_lengths=None if cu_seqlens_new is None else "cu_seqlens_new",
             k_lengths=None if last_page_lengths is None else "last_page_lengths",
-            batch=_SEQUENCES,
         )
         raise _renamed(error, **names) from None
 

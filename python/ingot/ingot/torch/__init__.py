@@ -27,7 +27,6 @@ from .. import (
     _ALIGN,
     _CUMULATIVE,
     _INDIVIDUAL,
-    _SEQUENCES,
     Align,
     Error,
     UnsupportedError,
@@ -396,7 +395,7 @@ def attention_varlen(
                           cu_seqlens_k, dropout_p, dropout_seed, return_lse, backend, deterministic,
                           _CUMULATIVE | _CUMULATIVE << 8, batch, max_seqlen_q, max_seqlen_k)  # fmt: skip
     except Error as error:
-        raise _renamed(error, q_lengths="cu_seqlens_q", k_lengths="cu_seqlens_k", batch=_SEQUENCES) from None
+        raise _renamed(error, q_lengths="cu_seqlens_q", k_lengths="cu_seqlens_k") from None
 
 
 def _attention(q, k, v, causal, window, align, softmax_scale, softcap, bias, alibi, sink, q_lengths, k_lengths,
