@@ -13,15 +13,12 @@
  * a warp computes its scores once more from what still lies in shared memory, takes maxima, and goes on taking them to the
  * end of the tile: no data costs more than one such repetition per warp and tile.
  */
-#include "sm90.h"
+#include "fwd_sm90.h"
 
 /* masked: causal, window, variable length; paged: as masked, with pages; capped: as these, with a softcap; long: as masked or paged, with
  * sums that are folded */
 enum { CLASS_PLAIN, CLASS_MASKED, CLASS_CAPPED, CLASS_LONG, CLASS_PAGED, CLASSES };
-enum { Q_MAP, K_MAP, V_MAP, OUT_MAP, MAPS };
 enum { TILES_PER_HEAD, SECTION, ORDERED, EVEN, STEPS, PIECE, BLOCK_PAGES, BLOCK_ROWS, FOLDS_AT }; /* numbers */
-/* Bits of STEPS: axes along which a tensor moves. Others are broadcast by stride 0, which the copy engine does not know. */
-enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH = 32 };
 
 /* By head size of Q and K, and of V: row warpgroups, keys of a block, buffers for Q. */
 #define GROUPS(head) ((head) <= 64 ? 3 : 2)
@@ -30,7 +27,6 @@ enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH
 /* Blocks of K and of V in flight. Pages come in many copies, which take longer: where there is room, there are more of them. */
 #define K_STAGES(head, class) ((class) != CLASS_PAGED ? 2 : (head) <= 64 ? 4 : (head) <= 128 || (head) > 192 ? 3 : 2)
 #define V_STAGES(head, class) ((class) == CLASS_PAGED && (head) <= 64 ? 3 : 2)
-#define TILE_STAGES 4
 /* Where there is room, a tile's output has memory of its own, else that of its queries. */
 #define OUT_BYTES(head, value, class) \
 	((head) <= 64 || ((head) <= 128 && (class) != CLASS_PAGED) ? TILE_BYTES(64 * GROUPS(head), value) : 0)
@@ -39,8 +35,6 @@ enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH
 	(Q_STAGES(head) * TILE_BYTES(64 * GROUPS(head), head) +        \
 	 K_STAGES(head, class) * TILE_BYTES(KEYS(head, value), head) + \
 	 V_STAGES(head, class) * TILE_BYTES(KEYS(head, value), value) + OUT_BYTES(head, value, class) + CONTROL_BYTES)
-/* Rows and keys are counted in 32 bits, with room for sums. */
-#define FAR (1 << 30)
 /* Matrix units cut off what they add below the last bit of the sum: of n equal terms about n / 2^26 is lost, which must stay below
  * half a unit of the result's type. Where there are more keys, the sums go to memory every FOLD_BLOCKS and are added there by rounding. */
 #define KEYS_UNFOLDED(type) ((type) == 2 ? 16384 : 131072)
@@ -81,10 +75,6 @@ static int size_index(const ingot__problem *p) {
 	return i;
 }
 
-static int64_t tiles_per_head(const ingot__problem *p, int head) {
-	return (p->q_side.max_seqlen + 64 * GROUPS(head) - 1) / (64 * GROUPS(head));
-}
-
 /* K or V with its rows, heads and batches, or pages, in the order that tensor maps have. */
 static ingot_tensor rows_of(const ingot__problem *p, const ingot_tensor *t) {
 	ingot_tensor x = *t;
@@ -107,36 +97,22 @@ static int64_t piece_rows(const ingot__problem *p, int64_t keys) {
 
 static const char *refuse(const ingot__problem *p, const ingot__device *device, int *variant) {
 	(void)device;
-	INGOT__REFUSE_IF(p->q.dtype != INGOT_F16 && p->q.dtype != INGOT_BF16,
-	                 "it multiplies fp16 and bf16: q must be one of them");
-	INGOT__REFUSE_IF(p->k.dtype != p->q.dtype, "k and v must be of q's type");
-	INGOT__REFUSE_IF(p->out.dtype != p->q.dtype, "out must be of q's type: it is stored by the copy engine");
+	const char *const why = refuse_16bit(p);
+	if (why) return why;
 	const int size = size_index(p);
 	INGOT__REFUSE_IF(size == SIZES, "a head size above 256");
-	INGOT__REFUSE_IF(p->head_dim % 8 || p->head_dim_v % 8,
-	                 "a head size that is no multiple of 8: rows are copied in 16-byte pieces");
-	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED,
-	                 "a base address or stride of q, k, v or out that is no multiple of 16 bytes");
 	INGOT__REFUSE_IF(p->features & INGOT__PAGED && p->pages.page_size % 8,
 	                 "pages of a number of rows that is no multiple of 8: the copy engine swizzles 8 at a time");
-	INGOT__REFUSE_IF(p->features & (INGOT__BIAS | INGOT__BIAS_BOOL), "a bias");
-	INGOT__REFUSE_IF(p->features & INGOT__ALIBI, "ALiBi");
-	INGOT__REFUSE_IF(p->features & INGOT__DROPOUT || p->dropout_seed_out.dtype != INGOT_NONE ||
-	                     p->dropout_offset_out.dtype != INGOT_NONE,
-	                 "dropout");
-	INGOT__REFUSE_IF(!(p->features & INGOT__SOFTCAP) && (p->softmax_scale < 0 || p->softmax_scale > 0.69),
-	                 "a softmax_scale below 0 or above 0.69: maxima are kept of q.k itself");
 	const ingot_tensor k = rows_of(p, &p->k), v = rows_of(p, &p->v);
 	INGOT__REFUSE_IF(!can_map(&p->q) || !can_map(&k) || !can_map(&v) || !can_map(&p->out),
 	                 "a row stride of 0 or a stride of 2^40 bytes in q, k, v or out, which the copy engine cannot do");
-	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR || p->pages.count > FAR ||
-	                     p->pages.page_size > FAR,
-	                 "as many rows or pages as the copy engine cannot count");
+	INGOT__REFUSE_IF(p->pages.count > FAR || p->pages.page_size > FAR, "as many pages as the copy engine cannot count");
 	const bool folds = p->k_side.max_seqlen > KEYS_UNFOLDED(p->q.dtype);
 	INGOT__REFUSE_IF(
 		folds && p->features & INGOT__SOFTCAP,
 		"a softcap with more than 16384 keys in fp16 or 131072 in bf16: sums this long lose bits of the result");
-	INGOT__REFUSE_IF((double)tiles_per_head(p, sizes[size].head) * (double)p->batch * (double)p->heads_q > 1e9,
+	INGOT__REFUSE_IF((double)tiles_per_head(p, 64 * GROUPS(sizes[size].head)) * (double)p->batch * (double)p->heads_q >
+	                     1e9,
 	                 "more than 1e9 tiles of query rows");
 	const int class = folds                                         ? CLASS_LONG
 	                  : p->features & INGOT__SOFTCAP                ? CLASS_CAPPED
@@ -151,8 +127,9 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	(void)threads;
 	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
 	const int head = sizes[out->variant / CLASSES % SIZES].head, value = sizes[out->variant / CLASSES % SIZES].value;
-	const int64_t per_head = tiles_per_head(p, head), tiles = per_head * p->batch * p->heads_q;
-	const int64_t tile_rows = 64 * GROUPS(head), key_bytes = 2 * (p->head_dim + p->head_dim_v);
+	const int tile_rows = 64 * GROUPS(head);
+	const int64_t per_head = tiles_per_head(p, tile_rows), tiles = per_head * p->batch * p->heads_q;
+	const int64_t key_bytes = 2 * (p->head_dim + p->head_dim_v);
 	if (tiles == 0 || p->q.shape[2] == 0) return;
 	out->arguments_size = MAPS_AT + 128 * MAPS;
 	a->number[TILES_PER_HEAD] = (int32_t)per_head;
@@ -170,19 +147,14 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 		a->number[SECTION] = (int32_t)section_heads(device, p->batch * p->heads_q, p->group, per_head,
 		                                            (double)p->k_side.max_seqlen * (double)key_bytes);
 	const ingot_tensor k = rows_of(p, &p->k), v = rows_of(p, &p->v);
-	a->number[STEPS] = (p->q.stride[1] ? Q_HEADS : 0) | (p->q.stride[0] ? Q_BATCH : 0) | (k.stride[1] ? K_HEADS : 0) |
-	                   (k.stride[0] ? K_BATCH : 0) | (v.stride[1] ? V_HEADS : 0) | (v.stride[0] ? V_BATCH : 0);
+	a->number[STEPS] = steps_of(&p->q, &k, &v);
 	if (p->features & INGOT__PAGED) {
 		a->number[PIECE] = (int32_t)piece_rows(p, KEYS(head, value));
 		a->number[BLOCK_PAGES] = (int32_t)(KEYS(head, value) / p->pages.page_size);
 		a->number[BLOCK_ROWS] = (int32_t)(KEYS(head, value) % p->pages.page_size);
 	}
 	const int rows = a->number[PIECE] ? a->number[PIECE] : KEYS(head, value);
-	/* without keys, nothing is fetched: any tensor will do */
-	const bool keys = k.shape[0] && k.shape[2];
-	out->map[Q_MAP] = map_of(Q_MAP, &p->q, 64);
-	out->map[K_MAP] = map_of(K_MAP, keys ? &k : &p->q, rows);
-	out->map[V_MAP] = map_of(V_MAP, keys ? &v : &p->out, rows);
+	map_inputs(out, &p->q, &k, &v, rows, rows);
 	out->map[OUT_MAP] = map_of(OUT_MAP, &p->out, 64);
 	out->maps = MAPS;
 	if (a->number[ORDERED]) {
@@ -255,104 +227,49 @@ enum {
 	AT_V_EMPTY = AT_V_FULL + 8 * V_BUFFERS,
 	AT_V_FETCHED = AT_V_EMPTY + 8 * V_BUFFERS,
 	AT_TILE_FULL = AT_V_FETCHED + 8 * V_BUFFERS,
-	AT_TILE_EMPTY = AT_TILE_FULL + 8 * TILE_STAGES,
-	AT_END = AT_TILE_EMPTY + 8 * TILE_STAGES
+	AT_END = AT_TILE_FULL + 16 * TILE_STAGES
 };
 static_assert(AT_END <= SHARED_BYTES(HEAD, VALUE, CLASS), "barriers and tiles fit into the control bytes");
 
-struct arguments {
-	ingot__gpu_args a;
-	tensor_map map[MAPS];
-};
-static_assert(sizeof(arguments) == MAPS_AT + 128 * MAPS, "as the host half lays it out");
+typedef arguments_with<MAPS> arguments;
 
 /* A weight sum of a block that tells of no weight beyond what P's type holds without loss. */
 #define SUM_MOST (ELEMENT == 2 ? 16384.0f : 1048576.0f)
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------------ */
 
-/* What the helper that decodes tells the others; rows and keys are numbered within their sequence, map rows within the tensor. */
-struct tile {
-	int blocks;      /* of keys; 0: no row sees a key; below 0: there are no more tiles */
-	int first_block; /* blocks are first_block + blocks - 1 down to first_block */
-	int head, batch;
-	int q_slot, q_row;         /* batch and row of the map where the tile begins */
-	int rows;                  /* rows to write from there, may be more than BM */
-	int keys;                  /* of the sequence */
-	int k_slot, k_row;         /* batch and row of the map where the sequence's keys begin */
-	int see_first, see_last;   /* the tile's first row sees keys [see_first, see_last), each later row one further on */
-	int live_first, live_last; /* keys that some row of the sequence sees; outside, V may hold anything */
-	int pad[2];
-};
-static_assert(sizeof(tile) == 64, "as AT_TILES has room for");
+typedef tile_queue<AT_TILES, AT_TILE_FULL> queue;
 
-DEVICE int limit(index_t x) {
-	return (int)clamp64(x, -FAR, FAR);
-}
-
-/* What is to be done, in rounds in which tiles get shorter: sections of heads, in which every tile's place comes with each head. */
-struct schedule {
-	int heads, per_head, section, tiles, round;
+struct ordered_schedule : schedule {
 	const place *places; /* NULL: the last rows of each sequence come first */
 };
 
-DEVICE schedule make_schedule(const ingot__gpu_args &a) {
-	schedule w = {a.batch * a.heads_q, a.number[TILES_PER_HEAD], a.number[SECTION], 0, 0, 0};
+DEVICE ordered_schedule make_schedule(const ingot__gpu_args &a) {
+	ordered_schedule w;
+	w.heads = a.batch * a.heads_q;
+	w.per_head = a.number[TILES_PER_HEAD];
+	w.section = a.number[SECTION];
+	w.places = NULL;
 	if (MASKED && a.number[ORDERED]) {
 		const order *const o = (const order *)a.workspace;
 		w.heads = a.heads_q;
 		w.per_head = o->count;
 		w.places = (const place *)(o + 1);
 	}
-	w.tiles = w.per_head * w.heads;
-	w.round = a.number[EVEN] ? w.tiles : w.per_head * w.section;
+	w.divide(a.number[EVEN]);
 	return w;
 }
 
-/* The keys of rows i0 and on of a sequence, of any head. False where it has no such rows. */
-DEVICE bool look(const ingot__gpu_args &a, int batch, int i0, tile &t) {
-	span q = {batch, 0, a.max_seqlen_q}, k = {batch, 0, a.max_seqlen_k};
-	if (MASKED && (a.features & F_VARLEN)) {
-		q = query_rows(a, batch);
-		k = key_rows(a, batch);
-	}
-	t.batch = batch;
-	t.rows = q.count - i0;
-	if (MASKED && t.rows <= 0) return false;
-	t.q_slot = (int)q.slot;
-	t.q_row = (int)q.start + i0;
-	t.k_slot = (int)k.slot;
-	t.k_row = (int)k.start;
-	t.keys = k.count;
-	t.see_first = -FAR, t.see_last = FAR;
-	t.live_first = 0, t.live_last = k.count;
-	int first = 0, last = k.count;
-	if (MASKED) {
-		const index_t diagonal = a.bottom_right ? (index_t)k.count - q.count : 0;
-		t.see_first = limit(i0 + diagonal - a.left);
-		t.see_last = limit(i0 + diagonal + a.right + 1);
-		t.live_first = (int)clamp64(diagonal - a.left, 0, k.count);
-		t.live_last = (int)clamp64(q.count + diagonal + a.right, 0, k.count);
-		first = min(max(t.see_first, 0), k.count);
-		last = min(max(t.see_last + min(t.rows, BM) - 1, 0), k.count);
-		if (a.right < -a.left) last = first;
-	}
-	t.first_block = first / BN;
-	t.blocks = last > first ? (last + BN - 1) / BN - t.first_block : 0;
-	return true;
-}
-
-DEVICE bool decode(const ingot__gpu_args &a, const schedule &w, int number, tile &t) {
-	const int in_section = w.section * w.per_head, section = number / in_section, at = number - section * in_section;
-	const int heads = min(w.section, w.heads - section * w.section);
-	const int rank = at / heads, head = section * w.section + at - rank * heads;
+DEVICE bool decode(const ingot__gpu_args &a, const ordered_schedule &w, int number, tile &t) {
+	int head;
+	const int rank = w.rank_of(number, head);
 	int batch = head / a.heads_q, n = w.per_head - 1 - rank;
 	t.head = head - batch * a.heads_q;
 	if (MASKED && w.places) {
 		batch = w.places[rank].batch;
 		n = w.places[rank].tile;
 	}
-	return look(a, batch, n * BM, t);
+	return look<MASKED, BM, BN>(a, batch, n * BM, t);
 }
 
 /* Whether a block's V holds rows that may be anything. What lies behind the tensor's last row arrives as zeros. */
@@ -415,16 +332,6 @@ DEVICE void load_pages(const ingot__gpu_args &a, uint32_t to, const tensor_map *
 	}
 }
 
-/* Waits for the next tile. It stays in its place until every reader has called done_with_tile. */
-DEVICE const tile &next_tile(uint32_t shared, const unsigned char *memory, const ring<TILE_STAGES> &place) {
-	barrier_wait(shared + AT_TILE_FULL + 8 * place.stage, place.parity);
-	return *(const tile *)(memory + AT_TILES + sizeof(tile) * place.stage);
-}
-/* One lane of each reader. */
-DEVICE void done_with_tile(uint32_t shared, const ring<TILE_STAGES> &place) {
-	barrier_arrive(shared + AT_TILE_EMPTY + 8 * place.stage);
-}
-
 /* ---- the order of tiles ------------------------------------------------------------------------------------------------- */
 
 /* One block: sorts the tiles of a head by their number of key blocks, by counting. Which of equals comes first is left to chance:
@@ -441,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(ORDER_THREADS) attn_fwd_sm90_order(
 		for (int i = me; i < all; i += ORDER_THREADS) {
 			const place p = {i / per_head, i % per_head};
 			tile t;
-			if (!look(a, p.batch, p.tile * BM, t)) continue;
+			if (!look<MASKED, BM, BN>(a, p.batch, p.tile * BM, t)) continue;
 			int *const count = &counts[LENGTHS - 1 - min(t.blocks / scale, LENGTHS - 1)];
 			if (pass == 0) atomicAdd(count, 1);
 			else ((place *)(o + 1))[atomicAdd(count, 1)] = p;
@@ -468,29 +375,6 @@ extern "C" __global__ void __launch_bounds__(ORDER_THREADS) attn_fwd_sm90_order(
 
 /* ---- helpers ---------------------------------------------------------------------------------------------------------- */
 
-/* One lane. Blocks take a round's tiles in turn, there and back, so that what the first has more in one turn it has less in the next;
- * each round begins with a turn of its own, since a turn over the end of one and the start of the next would give a few blocks the
- * longest tiles beside the shortest. */
-DEVICE void decode_tiles(const ingot__gpu_args &a, uint32_t shared, unsigned char *memory) {
-	const int blocks = gridDim.x, block = blockIdx.x;
-	const schedule w = make_schedule(a);
-	ring<TILE_STAGES> place = {0, 1};
-	bool back = false;
-	for (int base = 0; base < w.tiles; base += w.round)
-		for (int turn = 0; turn < w.round; turn += blocks, back = !back) {
-			const int at = turn + (back ? blocks - 1 - block : block);
-			tile t;
-			if (at >= w.round || base + at >= w.tiles || !decode(a, w, base + at, t)) continue;
-			barrier_wait(shared + AT_TILE_EMPTY + 8 * place.stage, place.parity);
-			*(tile *)(memory + AT_TILES + sizeof(tile) * place.stage) = t;
-			barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
-			place.next();
-		}
-	barrier_wait(shared + AT_TILE_EMPTY + 8 * place.stage, place.parity);
-	((tile *)(memory + AT_TILES + sizeof(tile) * place.stage))->blocks = -1;
-	barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
-}
-
 /* One lane; a warp where K and V are paged. */
 template <bool paged>
 DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const unsigned char *memory) {
@@ -499,9 +383,9 @@ DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const un
 	ring<Q_STAGES(HEAD)> q = {0, 1};
 	ring<K_BUFFERS> k = {0, 1};
 	for (;;) {
-		const tile t = next_tile(shared, memory, place);
+		const tile t = queue::next(shared, memory, place);
 		if (paged) __syncwarp();
-		if (!paged || elected()) done_with_tile(shared, place);
+		if (!paged || elected()) queue::done(shared, place);
 		place.next();
 		if (t.blocks < 0) return;
 		if (t.blocks == 0) continue;
@@ -510,10 +394,8 @@ DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const un
 		barrier_wait(shared + AT_Q_EMPTY + 8 * q.stage, q.parity);
 		if (!paged || elected()) {
 			barrier_expect(shared + AT_Q_FULL + 8 * q.stage, Q_BYTES);
-#pragma unroll
-			for (int i = 0; i < OWNERS; i++)
-				load_tile<HEAD, 64>(shared + q.stage * Q_BYTES + i * Q_GROUP_BYTES, &x.map[Q_MAP],
-				                    shared + AT_Q_FULL + 8 * q.stage, t.q_row + i * 64, head_q, batch_q);
+			load_queries<HEAD, OWNERS>(shared + q.stage * Q_BYTES, &x.map[Q_MAP], shared + AT_Q_FULL + 8 * q.stage,
+			                           t.q_row, head_q, batch_q);
 		}
 		q.next();
 		walk w;
@@ -538,9 +420,9 @@ template <bool paged> DEVICE void fetch_values(const arguments &x, uint32_t shar
 	ring<TILE_STAGES> place = {0, 0};
 	ring<V_BUFFERS> v = {0, 1};
 	for (;;) {
-		const tile t = next_tile(shared, memory, place);
+		const tile t = queue::next(shared, memory, place);
 		if (paged) __syncwarp();
-		if (!paged || elected()) done_with_tile(shared, place);
+		if (!paged || elected()) queue::done(shared, place);
 		place.next();
 		if (t.blocks < 0) return;
 		const int head = steps & V_HEADS ? t.head / x.a.group : 0, batch = steps & V_BATCH ? t.k_slot : 0;
@@ -569,9 +451,9 @@ DEVICE void clear_values(const ingot__gpu_args &a, uint32_t shared, unsigned cha
 	int stage = 0;
 	uint32_t parity = 0; /* bit per stage: blocks that need clearing come seldom */
 	for (;;) {
-		const tile t = next_tile(shared, memory, place);
+		const tile t = queue::next(shared, memory, place);
 		__syncwarp();
-		if (lane_id() == 0) done_with_tile(shared, place);
+		if (lane_id() == 0) queue::done(shared, place);
 		place.next();
 		for (int n = t.blocks - 1; n >= 0; n--) {
 			const int j0 = (t.first_block + n) * BN;
@@ -595,44 +477,11 @@ DEVICE void clear_values(const ingot__gpu_args &a, uint32_t shared, unsigned cha
 
 /* ---- softmax of a warpgroup's 64 x BN scores ------------------------------------------------------------------------------ */
 
-/* A thread has two rows, 8 apart. Elements 4 n to 4 n + 3: columns 8 n + 2 (lane % 4) and the next, of the first and of the second
- * row. */
+/* Of a thread's two rows. */
 struct rows {
 	float top0, top1;     /* reference of exponents: scores q.k; -Inf before the first key */
 	float total0, total1; /* this thread's part of the sum of weights */
 };
-
-/* -Inf for columns outside [low, high) of the first row, and one pair of bounds 8 further on for the second. */
-DEVICE void mask_high(float (&s)[BN / 2], int high0, int high1) {
-#pragma unroll
-	for (int i = 0; i < BN / 2; i += 4) {
-		const int column = i * 2;
-		if (column >= high0) s[i] = -INFINITY;
-		if (column + 1 >= high0) s[i + 1] = -INFINITY;
-		if (column >= high1) s[i + 2] = -INFINITY;
-		if (column + 1 >= high1) s[i + 3] = -INFINITY;
-	}
-}
-DEVICE void mask_low(float (&s)[BN / 2], int low0, int low1) {
-#pragma unroll
-	for (int i = 0; i < BN / 2; i += 4) {
-		const int column = i * 2;
-		if (column < low0) s[i] = -INFINITY;
-		if (column + 1 < low0) s[i + 1] = -INFINITY;
-		if (column < low1) s[i + 2] = -INFINITY;
-		if (column + 1 < low1) s[i + 3] = -INFINITY;
-	}
-}
-
-/* Products q.k to tanh(q.k scale / softcap), which is the score in units of the cap. */
-DEVICE void cap(float (&s)[BN / 2], float twice) {
-#pragma unroll
-	for (int i = 0; i < BN / 2; i++) {
-		float inverse;
-		asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + fast_exp2(s[i] * twice)));
-		s[i] = fmaf(-2.0f, inverse, 1.0f);
-	}
-}
 
 /* Scores to weights 2^(s unit - shift), and their sums. */
 DEVICE void weigh(float (&s)[BN / 2], float unit, float shift0, float shift1, float &sum0, float &sum1) {
@@ -666,15 +515,8 @@ DEVICE bool weigh_by_reference(float (&s)[BN / 2], rows &r, float unit) {
 /* The way with maxima. The reference follows only where it falls behind by 2^8; fade is then what the output shrinks by. True if it
  * does in any row of the warp. */
 DEVICE bool weigh_by_maximum(float (&s)[BN / 2], rows &r, float unit, float &fade0, float &fade1) {
-	float a = s[0], b = s[1], c = s[2], d = s[3];
-#pragma unroll
-	for (int i = 4; i < BN / 2; i += 4) {
-		a = fmaxf(a, s[i]);
-		b = fmaxf(b, s[i + 1]);
-		c = fmaxf(c, s[i + 2]);
-		d = fmaxf(d, s[i + 3]);
-	}
-	float top0 = fmaxf(a, b), top1 = fmaxf(c, d);
+	float top0, top1;
+	find_maxima(s, top0, top1);
 	top0 = fmaxf(top0, lane_xor(top0, 1));
 	top1 = fmaxf(top1, lane_xor(top1, 1));
 	top0 = fmaxf(r.top0, fmaxf(top0, lane_xor(top0, 2)));
@@ -696,11 +538,6 @@ DEVICE bool weigh_by_maximum(float (&s)[BN / 2], rows &r, float unit, float &fad
 
 /* ---- products ------------------------------------------------------------------------------------------------------------- */
 
-/* Byte offset of a 16-byte piece within a tile of `rows` rows, as the copy engine swizzles it. */
-template <int rows> DEVICE uint32_t place_of(int row, int piece) {
-	return (uint32_t)((piece >> 3) * rows * 128 + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
-}
-
 DEVICE void multiply_qk(float (&s)[BN / 2], const uint32_t (&held)[HEAD / 4], uint64_t q, uint64_t k) {
 #pragma unroll
 	for (int i = 0; i < HEAD / 16; i++) {
@@ -713,26 +550,6 @@ DEVICE void multiply_qk(float (&s)[BN / 2], const uint32_t (&held)[HEAD / 4], ui
 DEVICE void multiply_pv(float (&out)[VALUE / 2], const uint32_t (&p)[BN / 4], uint64_t v, int add) {
 #pragma unroll
 	for (int i = 0; i < BN / 16; i++) wgmma<VALUE>::held<1>(out, &p[4 * i], v + (i * 16 * 128 >> 4), i > 0 ? 1 : add);
-}
-
-/* This warp's 16 x BN scores once more, by the products of a warp. */
-DEVICE void repeat_scores(float (&s)[BN / 2], uint32_t q, uint32_t k, int warp) {
-	const int lane = lane_id(), q_row = warp * 16 + (lane & 15), k_row = (lane & 7) + (lane >> 4) * 8;
-#pragma unroll
-	for (int i = 0; i < BN / 2; i++) s[i] = 0;
-#pragma unroll 1
-	for (int i = 0; i < HEAD / 16; i++) {
-		uint32_t qf[4];
-		load_matrix4(qf, q + place_of<64>(q_row, 2 * i + (lane >> 4)));
-		const uint32_t from = k + place_of<BN>(k_row, 2 * i + (lane >> 3 & 1));
-#pragma unroll
-		for (int n = 0; n < BN / 16; n++) {
-			uint32_t kf[4];
-			load_matrix4(kf, from + n * 16 * 128);
-			matrix<element>::multiply(&s[8 * n], qf, kf[0], kf[1]);
-			matrix<element>::multiply(&s[8 * n + 4], qf, kf[2], kf[3]);
-		}
-	}
 }
 
 DEVICE void pack(uint32_t (&p)[BN / 4], const float (&s)[BN / 2]) {
@@ -796,46 +613,6 @@ DEVICE void fold(const ingot__gpu_args &a, float (&out)[VALUE / 2], const rows &
 	}
 }
 
-/* ---- the end of a tile ---------------------------------------------------------------------------------------------------- */
-
-/* From a row's reference and whole sum: what its output is multiplied by, and its LSE in base 2. */
-DEVICE float finish_row(float top, float total, float unit, bool has_sink, float sink, float &lse) {
-	const bool none = top == -INFINITY;
-	float high = none ? -INFINITY : top * unit, log_sum;
-	asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(total));
-	lse = none ? -INFINITY : high + log_sum;
-	float factor = none ? 0.0f : 1.0f / total;
-	if (has_sink) {
-		const float peak = fmaxf(high, sink), base = peak == -INFINITY ? 0.0f : peak;
-		const float fade = none ? 0.0f : fast_exp2(high - base),
-					all = (none ? 0.0f : total * fade) + fast_exp2(sink - base);
-		asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(all));
-		lse = peak == -INFINITY ? -INFINITY : base + log_sum;
-		factor = none ? 0.0f : fade / all;
-		if (isnan(sink) || sink == INFINITY) lse = factor = NAN;
-	}
-	if (isnan(total)) lse = factor = NAN; /* a NaN score, which no maximum shows */
-	return factor;
-}
-
-/* Rows of zeros for a warp's part of a tile without keys. */
-DEVICE void store_nothing(const ingot__gpu_args &a, const tile &t, int first_row) {
-	const int pieces = a.head_dim_v / 8;
-#pragma unroll 1
-	for (int i = lane_id(); i < 16 * pieces; i += 32) {
-		const int row = first_row + i / pieces;
-		if (row < t.rows)
-			*(uint4 *)((element *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] +
-			           (t.q_row + (index_t)row) * a.out_stride[2] + i % pieces * 8) = make_uint4(0, 0, 0, 0);
-	}
-}
-
-DEVICE int lane_read() {
-	int lane;
-	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-	return lane;
-}
-
 extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm90(const __grid_constant__ arguments x) {
 	extern __shared__ __align__(1024) unsigned char memory[];
 	const ingot__gpu_args &a = x.a;
@@ -843,10 +620,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 	const int warpgroup = same(warp_id()) / 4, warp = same(warp_id()) % 4;
 
 	if (thread_id() == 0) {
-		for (int i = 0; i < TILE_STAGES; i++) {
-			barrier_init(shared + AT_TILE_FULL + 8 * i, 1);
-			barrier_init(shared + AT_TILE_EMPTY + 8 * i, 4 * OWNERS + 2 + MASKED);
-		}
+		queue::init(shared, 4 * OWNERS + 2 + MASKED);
 		for (int i = 0; i < Q_STAGES(HEAD); i++) {
 			barrier_init(shared + AT_Q_FULL + 8 * i, 1);
 			barrier_init(shared + AT_Q_EMPTY + 8 * i, 4 * OWNERS);
@@ -870,7 +644,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 		if (!PAGED && !MAYBE_PAGED) {
 			if (warp == 0 && lane_id() == 0) fetch_queries_and_keys<false>(x, shared, memory);
 			if (warp == 1 && lane_id() == 0) fetch_values<false>(x, shared, memory);
-			if (warp == 2 && lane_id() == 0) decode_tiles(a, shared, memory);
+			if (warp == 2 && lane_id() == 0) queue::put_all<make_schedule, decode>(a, shared, memory);
 			if (MASKED && warp == 3) clear_values(a, shared, memory);
 			return;
 		}
@@ -878,7 +652,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 		if (warp == 3) {
 			clear_values(a, shared, memory);
 		} else if (warp == 2) {
-			if (lane_id() == 0) decode_tiles(a, shared, memory);
+			if (lane_id() == 0) queue::put_all<make_schedule, decode>(a, shared, memory);
 		} else if (PAGED || a.number[PIECE]) {
 			if (warp == 0) fetch_queries_and_keys<true>(x, shared, memory);
 			else fetch_values<true>(x, shared, memory);
@@ -905,7 +679,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 	bool owing = false;
 
 	for (;;) {
-		const tile &t = next_tile(shared, memory, place);
+		const tile &t = queue::next(shared, memory, place);
 		const int blocks = same(t.blocks), first_block = same(t.first_block);
 		if (blocks < 0) break;
 		/* after the divergent end of a tile the compiler no longer knows that these are the same in all lanes, and would fetch the
@@ -921,9 +695,8 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 			const uint64_t q_operand = operand(q_at, 16);
 			/* blocks from high_from on and those before low_to hold pairs that this warp's rows do not see */
 			const int warp_row = group * 64 + warp * 16;
-			const int high_from =
-				same((MASKED ? max(min(t.keys, t.see_last + warp_row), 0) : t.keys) / BN) - first_block;
-			const int low_to = MASKED ? same((max(t.see_first + warp_row + 15, 0) + BN - 1) / BN) - first_block : 0;
+			int high_from, low_to;
+			find_cut_blocks<MASKED, 16, BN>(t, warp_row, first_block, high_from, low_to);
 			auto mask = [&](int n) {
 				const int to_mine = -(first_block + n) * BN - my_column;
 				if (n >= high_from) {
@@ -981,7 +754,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 					by_maximum = true;
 				}
 				if (!by_maximum && !weigh_by_reference(s, r, unit)) {
-					repeat_scores(s, q_at, shared + AT_K + k.stage * K_BYTES, warp);
+					repeat_scores<matrix<element>, HEAD / 16>(s, q_at, shared + AT_K + k.stage * K_BYTES, warp);
 					by_maximum = outgrown = true;
 				}
 				if (by_maximum) {
@@ -1016,27 +789,12 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 		/* read again here, lest registers hold it, and what comes of it, through the loop */
 		const int lane = lane_read();
 		const bool leader = lane == 0;
-		const int my_row = group * 64 + warp * 16 + (lane >> 2);
-		/* sums over the four lanes of a row, LSE, and the output's factors */
-		r.total0 += lane_xor(r.total0, 1);
-		r.total1 += lane_xor(r.total1, 1);
-		r.total0 += lane_xor(r.total0, 2);
-		r.total1 += lane_xor(r.total1, 2);
-		const bool has_sink = a.features & F_SINK;
-		const float sink = has_sink ? a.sink[t.head * a.sink_stride] * LOG2E : 0.0f;
-		float lse0, lse1;
-		const float factor0 = finish_row(r.top0, r.total0, unit, has_sink, sink, lse0);
-		const float factor1 = finish_row(r.top1, r.total1, unit, has_sink, sink, lse1);
-		if (a.lse && (lane & 3) == 0) {
-			float *const to = a.lse + t.batch * a.lse_stride[0] + t.head * a.lse_stride[1];
-			const float base = a.lse_base ? 1.0f : LN2;
-			if (my_row < t.rows) to[(t.q_row + (index_t)my_row) * a.lse_stride[2]] = lse0 * base;
-			if (my_row + 8 < t.rows) to[(t.q_row + (index_t)my_row + 8) * a.lse_stride[2]] = lse1 * base;
-		}
+		float factor0, factor1;
+		finish_rows(a, t, group * 64 + warp * 16, lane, r.top0, r.top1, r.total0, r.total1, unit, factor0, factor1);
 		if (blocks == 0) {
 			store_nothing(a, t, group * 64 + warp * 16);
 			__syncwarp();
-			if (leader) done_with_tile(shared, place);
+			if (leader) queue::done(shared, place);
 			place.next();
 			continue;
 		}
@@ -1056,43 +814,27 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1) attn_fwd_sm9
 #pragma unroll
 		for (int i = 0; i < VALUE / 8; i += 2) {
 			const uint32_t to = shared + at + place_of<64>(warp * 16 + (lane & 15), i + (lane >> 4));
-			asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-			             "r"(matrix<element>::pack(out[4 * i] * factor0, out[4 * i + 1] * factor0)),
-			             "r"(matrix<element>::pack(out[4 * i + 2] * factor1, out[4 * i + 3] * factor1)),
-			             "r"(matrix<element>::pack(out[4 * i + 4] * factor0, out[4 * i + 5] * factor0)),
-			             "r"(matrix<element>::pack(out[4 * i + 6] * factor1, out[4 * i + 7] * factor1))
-			             : "memory");
+			store_matrix4(to, matrix<element>::pack(out[4 * i] * factor0, out[4 * i + 1] * factor0),
+			              matrix<element>::pack(out[4 * i + 2] * factor1, out[4 * i + 3] * factor1),
+			              matrix<element>::pack(out[4 * i + 4] * factor0, out[4 * i + 5] * factor0),
+			              matrix<element>::pack(out[4 * i + 6] * factor1, out[4 * i + 7] * factor1));
 		}
 		/* the copy engine leaves out rows behind the tensor, but would write those of the next sequence */
 		if (!MASKED || !(a.features & F_VARLEN) || t.rows >= BM) {
 			fence_async();
 			warpgroup_barrier(group);
 			if (warp == 0 && leader) {
-#pragma unroll
-				for (int i = 0; i < PANELS(VALUE); i++)
-					if (i * 64 < a.head_dim_v)
-						store_box(&x.map[OUT_MAP], shared + at + i * 64 * 128, i * 64, t.q_row + group * 64, t.head,
-						          t.q_slot);
-				store_commit();
+				store_rows<VALUE>(a, &x.map[OUT_MAP], t, shared + at, group * 64);
 				if (!OWN_OUT && !OWING) store_wait_read();
 			}
 		} else {
-			const int pieces = a.head_dim_v / 8;
-			__syncwarp();
-#pragma unroll 1
-			for (int i = lane; i < 16 * pieces; i += 32) {
-				const int row = warp * 16 + i / pieces;
-				if (group * 64 + row < t.rows)
-					*(uint4 *)((element *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] +
-					           (t.q_row + (index_t)(group * 64 + row)) * a.out_stride[2] + i % pieces * 8) =
-						*(const uint4 *)(memory + at + place_of<64>(row, i % pieces));
-			}
+			store_part(a, t, memory + at, group * 64, warp, lane);
 			if (!OWN_OUT) fence_async(); /* queries come there next */
 		}
 		__syncwarp();
 		if (leader) {
 			if (!OWN_OUT && !OWING) barrier_arrive(shared + AT_Q_EMPTY + 8 * q.stage);
-			done_with_tile(shared, place);
+			queue::done(shared, place);
 		}
 		owing = true;
 		q.next();

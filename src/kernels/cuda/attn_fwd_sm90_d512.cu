@@ -11,14 +11,11 @@
  * and P V of the one before, under which it does the softmax. Blocks of the grid come in the order of heads, so that K and V stay in the
  * cache.
  */
-#include "sm90.h"
+#include "fwd_sm90.h"
 
 /* masked: causal, window, variable length; capped: also softcap */
 enum { CLASS_PLAIN, CLASS_MASKED, CLASS_CAPPED, CLASSES };
-enum { Q_MAP, K_MAP, V_MAP, MAPS };
 enum { TILES, PARTS, STEPS }; /* numbers: tiles of a head, parts of V's columns */
-/* Bits of STEPS: axes along which a tensor moves. Others are broadcast by stride 0, which the copy engine does not know. */
-enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH = 32 };
 enum {
 	HEAD = 512,
 	PART = 256, /* columns of V */
@@ -37,8 +34,7 @@ enum {
 	AT_EMPTY = AT_FULL + 8 * SLOTS,
 	AT_FETCHED = AT_EMPTY + 8 * SLOTS,
 	AT_Q_FULL = AT_FETCHED + 8 * SLOTS,
-	SHARED_BYTES = AT_Q_FULL + 8,
-	FAR = 1 << 30 /* rows and keys are counted in 32 bits, with room for sums */
+	SHARED_BYTES = AT_Q_FULL + 8
 };
 
 #ifdef INGOT_HOST
@@ -54,28 +50,13 @@ static const char *const kernels[] = {"attn_fwd_sm90_d512", NULL};
 
 static const char *refuse(const ingot__problem *p, const ingot__device *device, int *variant) {
 	(void)device;
-	INGOT__REFUSE_IF(p->q.dtype != INGOT_F16 && p->q.dtype != INGOT_BF16,
-	                 "it multiplies fp16 and bf16: q must be one of them");
-	INGOT__REFUSE_IF(p->k.dtype != p->q.dtype, "k and v must be of q's type");
-	INGOT__REFUSE_IF(p->out.dtype != p->q.dtype, "out must be of q's type");
+	const char *const why = refuse_16bit(p);
+	if (why) return why;
 	INGOT__REFUSE_IF(p->head_dim <= 256 && p->head_dim_v <= 256, "head sizes up to 256: attn_fwd_sm90 takes them");
 	INGOT__REFUSE_IF(p->head_dim > HEAD || p->head_dim_v > 2 * PART, "a head size above 512");
-	INGOT__REFUSE_IF(p->head_dim % 8 || p->head_dim_v % 8,
-	                 "a head size that is no multiple of 8: rows are copied in 16-byte pieces");
-	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED,
-	                 "a base address or stride of q, k, v or out that is no multiple of 16 bytes");
 	INGOT__REFUSE_IF(p->features & INGOT__PAGED, "pages");
-	INGOT__REFUSE_IF(p->features & (INGOT__BIAS | INGOT__BIAS_BOOL), "a bias");
-	INGOT__REFUSE_IF(p->features & INGOT__ALIBI, "ALiBi");
-	INGOT__REFUSE_IF(p->features & INGOT__DROPOUT || p->dropout_seed_out.dtype != INGOT_NONE ||
-	                     p->dropout_offset_out.dtype != INGOT_NONE,
-	                 "dropout");
-	INGOT__REFUSE_IF(!(p->features & INGOT__SOFTCAP) && (p->softmax_scale < 0 || p->softmax_scale > 0.69),
-	                 "a softmax_scale below 0 or above 0.69: maxima are kept of q.k itself");
 	INGOT__REFUSE_IF(!can_map(&p->q) || !can_map(&p->k) || !can_map(&p->v),
 	                 "a row stride of 0 or a stride of 2^40 bytes in q, k or v, which the copy engine cannot do");
-	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR,
-	                 "as many rows as the copy engine cannot count");
 	/* Matrix units cut off what they add below the last bit of the sum: of n equal terms about n / 2^26 is lost, which must stay
 	 * below half a unit of the result's type. */
 	INGOT__REFUSE_IF(p->q.dtype == INGOT_F16 && p->k_side.max_seqlen > 16384,
@@ -94,21 +75,14 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
 	(void)threads, (void)device;
 	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
-	const int64_t tiles = (p->q_side.max_seqlen + BM - 1) / BM, parts = (p->head_dim_v + PART - 1) / PART;
+	const int64_t tiles = tiles_per_head(p, BM), parts = (p->head_dim_v + PART - 1) / PART;
 	const int64_t blocks = tiles * parts * p->batch * p->heads_q;
 	if (blocks == 0 || p->q.shape[2] == 0) return;
-	out->arguments_size = MAPS_AT + 128 * MAPS;
+	out->arguments_size = MAPS_AT + 128 * INPUT_MAPS;
 	a->number[TILES] = (int32_t)tiles;
 	a->number[PARTS] = (int32_t)parts;
-	a->number[STEPS] = (p->q.stride[1] ? Q_HEADS : 0) | (p->q.stride[0] ? Q_BATCH : 0) |
-	                   (p->k.stride[1] ? K_HEADS : 0) | (p->k.stride[0] ? K_BATCH : 0) |
-	                   (p->v.stride[1] ? V_HEADS : 0) | (p->v.stride[0] ? V_BATCH : 0);
-	/* without keys, nothing is fetched: any tensor will do */
-	const bool keys = p->k.shape[0] && p->k.shape[2];
-	out->map[Q_MAP] = map_of(Q_MAP, &p->q, 64);
-	out->map[K_MAP] = map_of(K_MAP, keys ? &p->k : &p->q, BN);
-	out->map[V_MAP] = map_of(V_MAP, keys ? &p->v : &p->q, CHUNK_KEYS);
-	out->maps = MAPS;
+	a->number[STEPS] = steps_of(&p->q, &p->k, &p->v);
+	map_inputs(out, &p->q, &p->k, &p->v, BN, CHUNK_KEYS);
 	out->step[out->steps++] = (ingot__step){.name = "rows",
 	                                        .kernel = kernels[0],
 	                                        .block = {128 * (1 + OWNERS), 1, 1},
@@ -139,84 +113,45 @@ enum {
 	V_CHUNKS = BN / CHUNK_KEYS
 };
 
-struct arguments {
-	ingot__gpu_args a;
-	tensor_map map[MAPS];
-};
-static_assert(sizeof(arguments) == MAPS_AT + 128 * MAPS, "as the host half lays it out");
+typedef arguments_with<INPUT_MAPS> arguments;
 
 /* ---- a block's tile ----------------------------------------------------------------------------------------------------- */
 
-struct tile {
-	int head, batch, column;   /* first column of V */
-	int rows;                  /* of the sequence, from the tile's first */
-	int keys;                  /* of the sequence */
-	int blocks, first_block;   /* of keys: first_block + blocks - 1 down to first_block */
-	int see_first, see_last;   /* the tile's first row sees keys [see_first, see_last), each later row one further on */
-	int live_first, live_last; /* keys that some row of the sequence sees; outside, V may hold anything */
-	int q_slot, k_slot, k_row; /* batch of the maps, and row where the sequence's keys begin */
-	index_t q_row;             /* row of the tensor */
+struct part : tile {
+	int column;  /* first of V */
+	index_t row; /* of the tensor */
 };
 
-DEVICE int limit(index_t x) {
-	return (int)clamp64(x, -FAR, FAR);
-}
-
-DEVICE tile look(const ingot__gpu_args &a) {
+DEVICE part find_part(const ingot__gpu_args &a) {
 	const int parts = a.number[PARTS], tiles = a.number[TILES], at = blockIdx.x / parts, head = at / tiles;
 	/* last rows first: under a causal mask they take longest */
 	const int i0 = (tiles - 1 - (at - head * tiles)) * BM;
-	tile t;
+	part t;
 	t.column = (blockIdx.x - at * parts) * PART;
 	t.batch = head / a.heads_q;
 	t.head = head - t.batch * a.heads_q;
-	span q = {t.batch, 0, a.max_seqlen_q}, k = {t.batch, 0, a.max_seqlen_k};
-	if (MASKED && (a.features & F_VARLEN)) {
-		q = query_rows(a, t.batch);
-		k = key_rows(a, t.batch);
-	}
+	span q, k;
+	find_sequence<MASKED>(a, t.batch, q, k);
 	t.rows = q.count - i0;
 	t.q_slot = (int)q.slot;
-	t.q_row = q.start + i0;
+	t.row = q.start + i0;
 	t.k_slot = (int)k.slot;
 	t.k_row = (int)k.start;
-	t.keys = k.count;
-	t.see_first = -FAR, t.see_last = FAR;
-	t.live_first = 0, t.live_last = k.count;
-	int first = 0, last = k.count;
-	if (MASKED) {
-		const index_t diagonal = a.bottom_right ? (index_t)k.count - q.count : 0;
-		t.see_first = limit(i0 + diagonal - a.left);
-		t.see_last = limit(i0 + diagonal + a.right + 1);
-		t.live_first = (int)clamp64(diagonal - a.left, 0, k.count);
-		t.live_last = (int)clamp64(q.count + diagonal + a.right, 0, k.count);
-		first = min(max(t.see_first, 0), k.count);
-		last = min(max(t.see_last + min(t.rows, BM) - 1, 0), k.count);
-		if (a.right < -a.left) last = first;
-	}
-	t.first_block = first / BN;
-	t.blocks = last > first ? (last + BN - 1) / BN - t.first_block : 0;
+	see_keys<MASKED, BM, BN>(a, q, k, i0, t);
 	return t;
-}
-
-/* Whether a chunk of V holds rows that may be anything. What lies behind the tensor's last row arrives as zeros. */
-DEVICE bool needs_clearing(const ingot__gpu_args &a, const tile &t, int j0) {
-	return MASKED && (j0 < t.live_first || (j0 + CHUNK_KEYS > t.live_last && t.k_row + t.live_last < a.k_capacity));
 }
 
 /* ---- helpers ------------------------------------------------------------------------------------------------------------ */
 
 /* One lane. */
-DEVICE void fetch(const arguments &x, const tile &t, uint32_t shared) {
+DEVICE void fetch(const arguments &x, const part &t, uint32_t shared) {
 	const int steps = x.a.number[STEPS], head_k = t.head / x.a.group;
 	const int k_head = steps & K_HEADS ? head_k : 0, k_batch = steps & K_BATCH ? t.k_slot : 0;
 	const int v_head = steps & V_HEADS ? head_k : 0, v_batch = steps & V_BATCH ? t.k_slot : 0;
 	ring<SLOTS> to = {0, 1};
 	barrier_expect(shared + AT_Q_FULL, Q_BYTES);
-#pragma unroll
-	for (int i = 0; i < OWNERS; i++)
-		load_tile<HEAD, 64>(shared + i * Q_GROUP_BYTES, &x.map[Q_MAP], shared + AT_Q_FULL, (int)t.q_row + i * 64,
-		                    steps & Q_HEADS ? t.head : 0, steps & Q_BATCH ? t.q_slot : 0);
+	load_queries<HEAD, OWNERS>(shared, &x.map[Q_MAP], shared + AT_Q_FULL, (int)t.row, steps & Q_HEADS ? t.head : 0,
+	                           steps & Q_BATCH ? t.q_slot : 0);
 	for (int n = t.blocks - 1; n >= -1; n--) {
 		int j0 = (t.first_block + n) * BN;
 		if (n >= 0)
@@ -232,7 +167,8 @@ DEVICE void fetch(const arguments &x, const tile &t, uint32_t shared) {
 		if (n == t.blocks - 1) continue;
 		j0 += BN;
 		for (int i = 0; i < V_CHUNKS; i++, j0 += CHUNK_KEYS) {
-			const uint32_t full = shared + (needs_clearing(x.a, t, j0) ? AT_FETCHED : AT_FULL) + 8 * to.stage;
+			const uint32_t full =
+				shared + (needs_clearing<MASKED, CHUNK_KEYS>(x.a, t, j0) ? AT_FETCHED : AT_FULL) + 8 * to.stage;
 			const uint32_t at = shared + AT_RING + to.stage * CHUNK_BYTES;
 			barrier_wait(shared + AT_EMPTY + 8 * to.stage, to.parity);
 			barrier_expect(full, CHUNK_BYTES);
@@ -245,7 +181,7 @@ DEVICE void fetch(const arguments &x, const tile &t, uint32_t shared) {
 }
 
 /* A warp. Rows of V that no row of the sequence sees become 0 between the copy engine and the products: 0 times NaN is NaN. */
-DEVICE void clear_values(const ingot__gpu_args &a, const tile &t, uint32_t shared, unsigned char *memory) {
+DEVICE void clear_values(const ingot__gpu_args &a, const part &t, uint32_t shared, unsigned char *memory) {
 	int slot = 0;
 	uint32_t parity = 0; /* bit per slot: chunks that need clearing come seldom */
 	for (int n = t.blocks - 1; n >= -1; n--) {
@@ -253,7 +189,7 @@ DEVICE void clear_values(const ingot__gpu_args &a, const tile &t, uint32_t share
 		if (n == t.blocks - 1) continue;
 		for (int i = 0; i < V_CHUNKS; i++) {
 			const int j0 = (t.first_block + n + 1) * BN + i * CHUNK_KEYS;
-			if (needs_clearing(a, t, j0)) {
+			if (needs_clearing<MASKED, CHUNK_KEYS>(a, t, j0)) {
 				barrier_wait(shared + AT_FETCHED + 8 * slot, parity >> slot & 1);
 				parity ^= 1u << slot;
 				for (int piece = lane_id(); piece < CHUNK_BYTES / 16; piece += 32) {
@@ -272,8 +208,7 @@ DEVICE void clear_values(const ingot__gpu_args &a, const tile &t, uint32_t share
 
 /* ---- softmax of a warpgroup's 64 x BN scores ------------------------------------------------------------------------------ */
 
-/* A thread has two rows, 8 apart. Elements 4 n to 4 n + 3: columns 8 n + 2 (lane % 4) and the next, of the first and of the second
- * row. */
+/* Of a thread's two rows. */
 struct rows {
 	float top[2];   /* reference of exponents: scores q.k; -Inf before the first key */
 	float total[2]; /* this thread's part of the sum of weights */
@@ -285,16 +220,6 @@ DEVICE void mask_scores(float (&s)[BN / 2], const int (&low)[2], const int (&hig
 	for (int i = 0; i < BN / 2; i++) {
 		const int column = i / 4 * 8 + i % 2, row = i / 2 % 2;
 		if (column < low[row] || column >= high[row]) s[i] = -INFINITY;
-	}
-}
-
-/* Products q.k to tanh(q.k scale / softcap), which is the score in units of the cap. */
-DEVICE void cap(float (&s)[BN / 2], float twice) {
-#pragma unroll
-	for (int i = 0; i < BN / 2; i++) {
-		float inverse;
-		asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + fast_exp2(s[i] * twice)));
-		s[i] = fmaf(-2.0f, inverse, 1.0f);
 	}
 }
 
@@ -336,38 +261,13 @@ DEVICE bool weigh(float (&s)[BN / 2], rows &r, float unit, float (&fade)[2]) {
 	return moves;
 }
 
-/* From a row's reference and whole sum: what its output is multiplied by, and its LSE in base 2. */
-DEVICE float finish_row(float top, float total, float unit, bool has_sink, float sink, float &lse) {
-	const bool none = top == -INFINITY;
-	float high = none ? -INFINITY : top * unit, log_sum;
-	asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(total));
-	lse = none ? -INFINITY : high + log_sum;
-	float factor = none ? 0.0f : 1.0f / total;
-	if (has_sink) {
-		const float peak = fmaxf(high, sink), base = peak == -INFINITY ? 0.0f : peak;
-		const float fade = none ? 0.0f : fast_exp2(high - base),
-					all = (none ? 0.0f : total * fade) + fast_exp2(sink - base);
-		asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(all));
-		lse = peak == -INFINITY ? -INFINITY : base + log_sum;
-		factor = none ? 0.0f : fade / all;
-		if (isnan(sink) || sink == INFINITY) lse = factor = NAN;
-	}
-	if (isnan(total)) lse = factor = NAN; /* a NaN score, which no maximum shows */
-	return factor;
-}
-
-/* Byte offset of a 16-byte piece within a tile of 64 rows, as the copy engine swizzles it. */
-DEVICE uint32_t place_of(int row, int piece) {
-	return (uint32_t)((piece >> 3) * 64 * 128 + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
-}
-
 extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1)
 	attn_fwd_sm90_d512(const __grid_constant__ arguments x) {
 	extern __shared__ __align__(1024) unsigned char memory[];
 	const ingot__gpu_args &a = x.a;
 	const uint32_t shared = shared_address(memory);
 	const int warpgroup = same(warp_id()) / 4, warp = same(warp_id()) % 4, lane = lane_id();
-	const tile t = look(a);
+	const part t = find_part(a);
 	if (t.rows <= 0) return;
 
 	if (thread_id() == 0) {
@@ -405,8 +305,8 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1)
 		const uint64_t k = operand(shared + AT_RING, 16), v = operand(shared + AT_RING, CHUNK_KEYS * 128);
 		const int blocks = same(t.blocks), warp_row = group * 64 + warp * 16;
 		/* blocks from high_from on and those before low_to hold pairs that this warp's rows do not see */
-		const int high_from = same((MASKED ? max(min(t.keys, t.see_last + warp_row), 0) : t.keys) / BN) - t.first_block;
-		const int low_to = MASKED ? same((max(t.see_first + warp_row + 15, 0) + BN - 1) / BN) - t.first_block : 0;
+		int high_from, low_to;
+		find_cut_blocks<MASKED, 16, BN>(t, warp_row, t.first_block, high_from, low_to);
 		ring<SLOTS> next = {0, 0}, used = {0, 0};
 		auto release = [&] {
 			if (leader) barrier_arrive(shared + AT_EMPTY + 8 * used.stage);
@@ -499,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1)
 		float lse;
 		factor[i] = finish_row(r.top[i], r.total[i], unit, has_sink, sink, lse);
 		if (a.lse && t.column == 0 && (lane & 3) == 0 && my_row + 8 * i < t.rows)
-			a.lse[t.batch * a.lse_stride[0] + t.head * a.lse_stride[1] + (t.q_row + my_row + 8 * i) * a.lse_stride[2]] =
+			a.lse[t.batch * a.lse_stride[0] + t.head * a.lse_stride[1] + (t.row + my_row + 8 * i) * a.lse_stride[2]] =
 				lse * (a.lse_base ? 1.0f : LN2);
 	}
 	/* a row without keys is 0, whatever V is that other rows of the tile see */
@@ -511,24 +411,22 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + OWNERS), 1)
 	warpgroup_barrier(group);
 #pragma unroll
 	for (int i = 0; i < PART / 8; i += 2) {
-		const uint32_t to = shared + at + place_of(warp * 16 + (lane & 15), i + (lane >> 4));
-		asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-		             "r"(matrix<element>::pack(out[4 * i], out[4 * i + 1])),
-		             "r"(matrix<element>::pack(out[4 * i + 2], out[4 * i + 3])),
-		             "r"(matrix<element>::pack(out[4 * i + 4], out[4 * i + 5])),
-		             "r"(matrix<element>::pack(out[4 * i + 6], out[4 * i + 7]))
-		             : "memory");
+		const uint32_t to = shared + at + place_of<64>(warp * 16 + (lane & 15), i + (lane >> 4));
+		store_matrix4(to, matrix<element>::pack(out[4 * i], out[4 * i + 1]),
+		              matrix<element>::pack(out[4 * i + 2], out[4 * i + 3]),
+		              matrix<element>::pack(out[4 * i + 4], out[4 * i + 5]),
+		              matrix<element>::pack(out[4 * i + 6], out[4 * i + 7]));
 	}
 	__syncwarp();
 	const int columns = min(a.head_dim_v - t.column, (int)PART);
 	element *const to =
-		(element *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] + t.q_row * a.out_stride[2] + t.column;
+		(element *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] + t.row * a.out_stride[2] + t.column;
 #pragma unroll 1
 	for (int i = lane; i < 16 * (PART / 8); i += 32) {
 		const int row = warp * 16 + i / (PART / 8), piece = i % (PART / 8);
 		if (group * 64 + row < t.rows && piece * 8 < columns)
 			*(uint4 *)(to + (index_t)(group * 64 + row) * a.out_stride[2] + piece * 8) =
-				*(const uint4 *)(memory + at + place_of(row, piece));
+				*(const uint4 *)(memory + at + place_of<64>(row, piece));
 	}
 }
 #endif

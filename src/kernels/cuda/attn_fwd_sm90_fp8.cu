@@ -19,13 +19,10 @@
  * FOLD_KEYS keys and added in fp32.
  */
 #define ELEMENT 2 /* sm90.h's 16-bit type, of which nothing is used here: bytes are moved in pairs */
-#include "sm90.h"
+#include "fwd_sm90.h"
 
-enum { CLASS_PLAIN, CLASS_MASKED, CLASSES }; /* masked: causal, window, variable length */
-enum { Q_MAP, K_MAP, V_MAP, OUT_MAP, MAPS };
+enum { CLASS_PLAIN, CLASS_MASKED, CLASSES };   /* masked: causal, window, variable length */
 enum { TILES_PER_HEAD, SECTION, EVEN, STEPS }; /* numbers */
-/* Bits of STEPS: axes along which a tensor moves. Others are broadcast by stride 0, which the copy engine does not know. */
-enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH = 32 };
 
 /* Panels of 128 columns, a byte each. */
 #define BYTE_PANELS(columns) (((columns) + 127) / 128)
@@ -38,7 +35,6 @@ enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH
 #define K_STAGES 3
 #define V_STAGES 3
 #define T_STAGES 2
-#define TILE_STAGES 4
 #define FOLD_KEYS 512
 /* V transposed: a row of 128 bytes for each column, a byte for each key. Two blocks of 64 keys share rows. */
 #define TURNED_BYTES(head) ((head) * 128 * T_STAGES * KEYS(head) / 128)
@@ -49,8 +45,6 @@ enum { Q_HEADS = 1, Q_BATCH = 2, K_HEADS = 4, K_BATCH = 8, V_HEADS = 16, V_BATCH
 #define SHARED_BYTES(head)                                                                                 \
 	(Q_STAGES(head) * BYTE_TILE(64 * OWNERS, head) + (K_STAGES + V_STAGES) * BYTE_TILE(KEYS(head), head) + \
 	 TURNED_BYTES(head) + OUT_BYTES(head) + CONTROL_BYTES)
-/* Rows and keys are counted in 32 bits, with room for sums. */
-#define FAR (1 << 30)
 #define THREADS (128 * (2 + OWNERS))
 
 #ifdef INGOT_HOST
@@ -67,10 +61,6 @@ static int size_index(const ingot__problem *p) {
 	int i = 0;
 	while (i < SIZES && (sizes[i] < p->head_dim || sizes[i] < p->head_dim_v)) i++;
 	return i;
-}
-
-static int64_t tiles_per_head(const ingot__problem *p) {
-	return (p->q_side.max_seqlen + 64 * OWNERS - 1) / (64 * OWNERS);
 }
 
 /* A tensor of bytes as one of pairs, which is what the copy engine is told. */
@@ -90,21 +80,14 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	INGOT__REFUSE_IF(size == SIZES, "a head size above 128: at 256 its registers spill");
 	INGOT__REFUSE_IF(p->head_dim % 16 || p->head_dim_v % 16,
 	                 "a head size that is no multiple of 16: rows are copied in 16-byte pieces");
-	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED,
-	                 "a base address or stride of q, k, v or out that is no multiple of 16 bytes");
+	const char *const why = refuse_features(p);
+	if (why) return why;
 	INGOT__REFUSE_IF(p->features & INGOT__PAGED, "pages");
-	INGOT__REFUSE_IF(p->features & (INGOT__BIAS | INGOT__BIAS_BOOL), "a bias");
-	INGOT__REFUSE_IF(p->features & INGOT__ALIBI, "ALiBi");
 	INGOT__REFUSE_IF(p->features & INGOT__SOFTCAP, "softcap");
-	INGOT__REFUSE_IF(p->features & INGOT__DROPOUT || p->dropout_seed_out.dtype != INGOT_NONE ||
-	                     p->dropout_offset_out.dtype != INGOT_NONE,
-	                 "dropout");
 	const ingot_tensor q = pairs_of(&p->q), k = pairs_of(&p->k), v = pairs_of(&p->v);
 	INGOT__REFUSE_IF(!can_map(&q) || !can_map(&k) || !can_map(&v) || !can_map(&p->out),
 	                 "a row stride of 0 or a stride of 2^40 bytes in q, k, v or out, which the copy engine cannot do");
-	INGOT__REFUSE_IF(p->q_side.capacity > FAR || p->k_side.capacity > FAR,
-	                 "as many rows as the copy engine cannot count");
-	INGOT__REFUSE_IF((double)tiles_per_head(p) * (double)p->batch * (double)p->heads_q > 1e9,
+	INGOT__REFUSE_IF((double)tiles_per_head(p, 64 * OWNERS) * (double)p->batch * (double)p->heads_q > 1e9,
 	                 "more than 1e9 tiles of query rows");
 	*variant = size * CLASSES + (p->features & (INGOT__MASK | INGOT__VARLEN) ? CLASS_MASKED : CLASS_PLAIN);
 	return NULL;
@@ -114,7 +97,7 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	(void)threads;
 	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
 	const int head = sizes[out->variant / CLASSES];
-	const int64_t per_head = tiles_per_head(p), tiles = per_head * p->batch * p->heads_q;
+	const int64_t per_head = tiles_per_head(p, 64 * OWNERS), tiles = per_head * p->batch * p->heads_q;
 	if (tiles == 0 || p->q.shape[2] == 0) return;
 	out->arguments_size = MAPS_AT + 128 * MAPS;
 	a->number[TILES_PER_HEAD] = (int32_t)per_head;
@@ -124,15 +107,9 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 		a->number[SECTION] =
 			(int32_t)section_heads(device, p->batch * p->heads_q, p->group, per_head,
 		                           (double)p->k_side.max_seqlen * (double)(p->head_dim + p->head_dim_v));
-	a->number[STEPS] = (p->q.stride[1] ? Q_HEADS : 0) | (p->q.stride[0] ? Q_BATCH : 0) |
-	                   (p->k.stride[1] ? K_HEADS : 0) | (p->k.stride[0] ? K_BATCH : 0) |
-	                   (p->v.stride[1] ? V_HEADS : 0) | (p->v.stride[0] ? V_BATCH : 0);
-	/* without keys, nothing is fetched: any tensor will do */
-	const bool keys = p->k.shape[0] && p->k.shape[2];
-	const ingot_tensor q = pairs_of(&p->q), k = keys ? pairs_of(&p->k) : q, v = keys ? pairs_of(&p->v) : q;
-	out->map[Q_MAP] = map_of(Q_MAP, &q, 64);
-	out->map[K_MAP] = map_of(K_MAP, &k, KEYS(head));
-	out->map[V_MAP] = map_of(V_MAP, &v, KEYS(head));
+	const ingot_tensor q = pairs_of(&p->q), k = pairs_of(&p->k), v = pairs_of(&p->v);
+	a->number[STEPS] = steps_of(&q, &k, &v);
+	map_inputs(out, &q, &k, &v, KEYS(head), KEYS(head));
 	out->map[OUT_MAP] = map_of(OUT_MAP, &p->out, 64);
 	out->maps = MAPS;
 	const int64_t blocks = tiles < device->multiprocessors ? tiles : device->multiprocessors;
@@ -192,17 +169,12 @@ enum {
 	AT_TURNED_FULL = AT_V_EMPTY + 8 * V_STAGES,
 	AT_TURNED_EMPTY = AT_TURNED_FULL + 8 * T_STAGES,
 	AT_TILE_FULL = AT_TURNED_EMPTY + 8 * T_STAGES,
-	AT_TILE_EMPTY = AT_TILE_FULL + 8 * TILE_STAGES,
-	AT_END = AT_TILE_EMPTY + 8 * TILE_STAGES
+	AT_END = AT_TILE_FULL + 16 * TILE_STAGES
 };
 static_assert(AT_END <= SHARED_BYTES(HEAD), "barriers and tiles fit into the control bytes");
 static_assert(SHARED_BYTES(HEAD) <= 232448, "a block's shared memory");
 
-struct arguments {
-	ingot__gpu_args a;
-	tensor_map map[MAPS];
-};
-static_assert(sizeof(arguments) == MAPS_AT + 128 * MAPS, "as the host half lays it out");
+typedef arguments_with<MAPS> arguments;
 
 /* Where a new reference puts a row's largest weight; how far it may fall behind where maxima are taken; and what a lane's sum of a
  * block must stay below where they are not: e4m3 ends at 448, and rounds 432 and more to that. */
@@ -212,122 +184,26 @@ static_assert(sizeof(arguments) == MAPS_AT + 128 * MAPS, "as the host half lays 
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------------ */
 
-/* What the helper that decodes tells the others; rows and keys are numbered within their sequence, map rows within the tensor. */
-struct tile {
-	int blocks;      /* of keys; 0: no row sees a key; below 0: there are no more tiles */
-	int first_block; /* blocks are first_block + blocks - 1 down to first_block */
-	int head, batch;
-	int q_slot, q_row;         /* batch and row of the map where the tile begins */
-	int rows;                  /* rows to write from there, may be more than BM */
-	int keys;                  /* of the sequence */
-	int k_slot, k_row;         /* batch and row of the map where the sequence's keys begin */
-	int see_first, see_last;   /* the tile's first row sees keys [see_first, see_last), each later row one further on */
-	int live_first, live_last; /* keys that some row of the sequence sees; outside, V may hold anything */
-	int pad[2];
-};
-static_assert(sizeof(tile) == 64, "as AT_TILES has room for");
-
-DEVICE int limit(index_t x) {
-	return (int)clamp64(x, -FAR, FAR);
-}
-
-/* What is to be done, in rounds in which tiles get shorter: sections of heads, in which every tile's place comes with each head. */
-struct schedule {
-	int heads, per_head, section, tiles, round;
-};
+typedef tile_queue<AT_TILES, AT_TILE_FULL> queue;
 
 DEVICE schedule make_schedule(const ingot__gpu_args &a) {
-	schedule w = {a.batch * a.heads_q, a.number[TILES_PER_HEAD], a.number[SECTION], 0, 0};
-	w.tiles = w.per_head * w.heads;
-	w.round = a.number[EVEN] ? w.tiles : w.per_head * w.section;
+	schedule w;
+	w.heads = a.batch * a.heads_q;
+	w.per_head = a.number[TILES_PER_HEAD];
+	w.section = a.number[SECTION];
+	w.divide(a.number[EVEN]);
 	return w;
 }
 
-/* The keys of rows i0 and on of a sequence, of any head. False where it has no such rows. */
-DEVICE bool look(const ingot__gpu_args &a, int batch, int i0, tile &t) {
-	span q = {batch, 0, a.max_seqlen_q}, k = {batch, 0, a.max_seqlen_k};
-	if (MASKED && (a.features & F_VARLEN)) {
-		q = query_rows(a, batch);
-		k = key_rows(a, batch);
-	}
-	t.batch = batch;
-	t.rows = q.count - i0;
-	if (MASKED && t.rows <= 0) return false;
-	t.q_slot = (int)q.slot;
-	t.q_row = (int)q.start + i0;
-	t.k_slot = (int)k.slot;
-	t.k_row = (int)k.start;
-	t.keys = k.count;
-	t.see_first = -FAR, t.see_last = FAR;
-	t.live_first = 0, t.live_last = k.count;
-	int first = 0, last = k.count;
-	if (MASKED) {
-		const index_t diagonal = a.bottom_right ? (index_t)k.count - q.count : 0;
-		t.see_first = limit(i0 + diagonal - a.left);
-		t.see_last = limit(i0 + diagonal + a.right + 1);
-		t.live_first = (int)clamp64(diagonal - a.left, 0, k.count);
-		t.live_last = (int)clamp64(q.count + diagonal + a.right, 0, k.count);
-		first = min(max(t.see_first, 0), k.count);
-		last = min(max(t.see_last + min(t.rows, BM) - 1, 0), k.count);
-		if (a.right < -a.left) last = first;
-	}
-	t.first_block = first / BN;
-	t.blocks = last > first ? (last + BN - 1) / BN - t.first_block : 0;
-	return true;
-}
-
 DEVICE bool decode(const ingot__gpu_args &a, const schedule &w, int number, tile &t) {
-	const int in_section = w.section * w.per_head, section = number / in_section, at = number - section * in_section;
-	const int heads = min(w.section, w.heads - section * w.section);
-	const int rank = at / heads, head = section * w.section + at - rank * heads;
-	const int batch = head / a.heads_q;
+	int head;
+	const int rank = w.rank_of(number, head), batch = head / a.heads_q;
 	t.head = head - batch * a.heads_q;
-	return look(a, batch, (w.per_head - 1 - rank) * BM, t); /* the last rows of each sequence come first */
-}
-
-/* Whether a block's V holds rows that may be anything. What lies behind the tensor's last row arrives as zeros. */
-DEVICE bool needs_clearing(const ingot__gpu_args &a, const tile &t, int j0) {
-	return MASKED && (j0 < t.live_first || (j0 + BN > t.live_last && t.k_row + t.live_last < a.k_capacity));
-}
-
-/* Waits for the next tile. It stays in its place until every reader has called done_with_tile. */
-DEVICE const tile &next_tile(uint32_t shared, const unsigned char *memory, const ring<TILE_STAGES> &place) {
-	barrier_wait(shared + AT_TILE_FULL + 8 * place.stage, place.parity);
-	return *(const tile *)(memory + AT_TILES + sizeof(tile) * place.stage);
-}
-/* One lane of each reader. */
-DEVICE void done_with_tile(uint32_t shared, const ring<TILE_STAGES> &place) {
-	barrier_arrive(shared + AT_TILE_EMPTY + 8 * place.stage);
+	/* the last rows of each sequence come first */
+	return look<MASKED, BM, BN>(a, batch, (w.per_head - 1 - rank) * BM, t);
 }
 
 /* ---- helpers ---------------------------------------------------------------------------------------------------------- */
-
-DEVICE void decode_tiles(const ingot__gpu_args &a, uint32_t shared, unsigned char *memory) {
-	const int blocks = gridDim.x, block = blockIdx.x;
-	const schedule w = make_schedule(a);
-	ring<TILE_STAGES> place = {0, 1};
-	bool back = false;
-	for (int base = 0; base < w.tiles; base += w.round)
-		for (int turn = 0; turn < w.round; turn += blocks, back = !back) {
-			const int at = turn + (back ? blocks - 1 - block : block);
-			tile t;
-			if (at >= w.round || base + at >= w.tiles || !decode(a, w, base + at, t)) continue;
-			barrier_wait(shared + AT_TILE_EMPTY + 8 * place.stage, place.parity);
-			*(tile *)(memory + AT_TILES + sizeof(tile) * place.stage) = t;
-			barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
-			place.next();
-		}
-	barrier_wait(shared + AT_TILE_EMPTY + 8 * place.stage, place.parity);
-	((tile *)(memory + AT_TILES + sizeof(tile) * place.stage))->blocks = -1;
-	barrier_arrive(shared + AT_TILE_FULL + 8 * place.stage);
-}
-
-/* One lane. */
-template <int rows>
-DEVICE void load_bytes_tile(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int batch) {
-#pragma unroll
-	for (int i = 0; i < BYTE_PANELS(HEAD); i++) load_box(to + i * rows * 128, map, barrier, i * 64, row, head, batch);
-}
 
 /* One lane. */
 DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const unsigned char *memory) {
@@ -336,8 +212,8 @@ DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const un
 	ring<Q_STAGES(HEAD)> q = {0, 1};
 	ring<K_STAGES> k = {0, 1};
 	for (;;) {
-		const tile t = next_tile(shared, memory, place);
-		done_with_tile(shared, place);
+		const tile t = queue::next(shared, memory, place);
+		queue::done(shared, place);
 		place.next();
 		if (t.blocks < 0) return;
 		if (t.blocks == 0) continue;
@@ -345,16 +221,14 @@ DEVICE void fetch_queries_and_keys(const arguments &x, uint32_t shared, const un
 		const int head = steps & K_HEADS ? t.head / x.a.group : 0, batch = steps & K_BATCH ? t.k_slot : 0;
 		barrier_wait(shared + AT_Q_EMPTY + 8 * q.stage, q.parity);
 		barrier_expect(shared + AT_Q_FULL + 8 * q.stage, Q_BYTES);
-#pragma unroll
-		for (int i = 0; i < OWNERS; i++)
-			load_bytes_tile<64>(shared + q.stage * Q_BYTES + i * Q_GROUP_BYTES, &x.map[Q_MAP],
-			                    shared + AT_Q_FULL + 8 * q.stage, t.q_row + i * 64, head_q, batch_q);
+		load_queries<HEAD / 2, OWNERS>(shared + q.stage * Q_BYTES, &x.map[Q_MAP], shared + AT_Q_FULL + 8 * q.stage,
+		                               t.q_row, head_q, batch_q);
 		q.next();
 		for (int j0 = (t.first_block + t.blocks - 1) * BN; j0 >= t.first_block * BN; j0 -= BN) {
 			barrier_wait(shared + AT_K_EMPTY + 8 * k.stage, k.parity);
 			barrier_expect(shared + AT_K_FULL + 8 * k.stage, KV_BYTES);
-			load_bytes_tile<BN>(shared + AT_K + k.stage * KV_BYTES, &x.map[K_MAP], shared + AT_K_FULL + 8 * k.stage,
-			                    t.k_row + j0, head, batch);
+			load_tile<HEAD / 2, BN>(shared + AT_K + k.stage * KV_BYTES, &x.map[K_MAP], shared + AT_K_FULL + 8 * k.stage,
+			                        t.k_row + j0, head, batch);
 			k.next();
 		}
 	}
@@ -366,24 +240,19 @@ DEVICE void fetch_values(const arguments &x, uint32_t shared, const unsigned cha
 	ring<TILE_STAGES> place = {0, 0};
 	ring<V_STAGES> v = {0, 1};
 	for (;;) {
-		const tile t = next_tile(shared, memory, place);
-		done_with_tile(shared, place);
+		const tile t = queue::next(shared, memory, place);
+		queue::done(shared, place);
 		place.next();
 		if (t.blocks < 0) return;
 		const int head = steps & V_HEADS ? t.head / x.a.group : 0, batch = steps & V_BATCH ? t.k_slot : 0;
 		for (int n = t.blocks - 1; n >= 0; n--) {
 			barrier_wait(shared + AT_V_EMPTY + 8 * v.stage, v.parity);
 			barrier_expect(shared + AT_V_FULL + 8 * v.stage, KV_BYTES);
-			load_bytes_tile<BN>(shared + AT_V + v.stage * KV_BYTES, &x.map[V_MAP], shared + AT_V_FULL + 8 * v.stage,
-			                    t.k_row + (t.first_block + n) * BN, head, batch);
+			load_tile<HEAD / 2, BN>(shared + AT_V + v.stage * KV_BYTES, &x.map[V_MAP], shared + AT_V_FULL + 8 * v.stage,
+			                        t.k_row + (t.first_block + n) * BN, head, batch);
 			v.next();
 		}
 	}
-}
-
-/* Byte offset of a 16-byte piece within a tile of `rows` rows, as the copy engine swizzles it. */
-template <int rows> DEVICE uint32_t place_of(int row, int piece) {
-	return (uint32_t)((piece >> 3) * rows * 128 + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
 }
 
 /* A block of V, keys by columns, to columns by keys. A warp reads squares of 8 keys by 8 pairs of columns and has of each pair of
@@ -418,11 +287,9 @@ template <bool clear> DEVICE void turn_values(uint32_t from, uint32_t to, int to
 					if (key + 1 < first || key + 1 >= last) r[i][j] &= 0x0000ffffu;
 				}
 			}
-			asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"((target ^ step << 5) +
-			                                                                                      turn * 64 * 128),
-			             "r"(__byte_perm(r[i][0], r[i][1], even)), "r"(__byte_perm(r[i][0], r[i][1], odd)),
-			             "r"(__byte_perm(r[i][2], r[i][3], even)), "r"(__byte_perm(r[i][2], r[i][3], odd))
-			             : "memory");
+			store_matrix4((target ^ step << 5) + turn * 64 * 128, __byte_perm(r[i][0], r[i][1], even),
+			              __byte_perm(r[i][0], r[i][1], odd), __byte_perm(r[i][2], r[i][3], even),
+			              __byte_perm(r[i][2], r[i][3], odd));
 		}
 	}
 }
@@ -434,9 +301,9 @@ DEVICE void turn_tiles(const ingot__gpu_args &a, uint32_t shared, const unsigned
 	ring<T_STAGES> turned = {0, 0};
 	const bool leader = lane_id() == 0;
 	for (;;) {
-		const tile t = next_tile(shared, memory, place);
+		const tile t = queue::next(shared, memory, place);
 		__syncwarp();
-		if (leader) done_with_tile(shared, place);
+		if (leader) queue::done(shared, place);
 		place.next();
 		if (t.blocks < 0) return;
 		for (int n = t.blocks - 1; n >= 0; n--) {
@@ -447,7 +314,7 @@ DEVICE void turn_tiles(const ingot__gpu_args &a, uint32_t shared, const unsigned
 			const int to_piece = BN == 64 ? turned.stage * 4 : 0;
 			barrier_wait(shared + AT_V_FULL + 8 * v.stage, v.parity);
 			barrier_wait(shared + AT_TURNED_EMPTY + 8 * turned.stage, turned.parity ^ 1);
-			if (needs_clearing(a, t, j0))
+			if (needs_clearing<MASKED, BN>(a, t, j0))
 				turn_values<true>(from, to, to_piece, warp, t.live_first - j0, t.live_last - j0);
 			else turn_values<false>(from, to, to_piece, warp, 0, BN);
 			fence_async();
@@ -531,34 +398,11 @@ DEVICE void pin_all(float (&out)[OUT_PARTS][HEAD / OUT_PARTS / 2]) {
 
 /* ---- softmax of a warpgroup's 64 x BN scores ------------------------------------------------------------------------------ */
 
-/* A thread has two rows, 8 apart. Elements 4 n to 4 n + 3: columns 8 n + 2 (lane % 4) and the next, of the first and of the second
- * row. */
+/* Of a thread's two rows. */
 struct rows {
 	float high0, high1;   /* reference of exponents: weights are 2^(s unit - high); -Inf before the first key */
 	float total0, total1; /* this thread's part of the sum of weights */
 };
-
-/* -Inf for columns outside [low, high) of the first row, and one pair of bounds 8 further on for the second. */
-DEVICE void mask_high(float (&s)[BN / 2], int high0, int high1) {
-#pragma unroll
-	for (int i = 0; i < BN / 2; i += 4) {
-		const int column = i * 2;
-		if (column >= high0) s[i] = -INFINITY;
-		if (column + 1 >= high0) s[i + 1] = -INFINITY;
-		if (column >= high1) s[i + 2] = -INFINITY;
-		if (column + 1 >= high1) s[i + 3] = -INFINITY;
-	}
-}
-DEVICE void mask_low(float (&s)[BN / 2], int low0, int low1) {
-#pragma unroll
-	for (int i = 0; i < BN / 2; i += 4) {
-		const int column = i * 2;
-		if (column < low0) s[i] = -INFINITY;
-		if (column + 1 < low0) s[i + 1] = -INFINITY;
-		if (column < low1) s[i + 2] = -INFINITY;
-		if (column + 1 < low1) s[i + 3] = -INFINITY;
-	}
-}
 
 DEVICE uint32_t four_bytes(float a, float b, float c, float d) {
 	uint32_t x;
@@ -608,15 +452,8 @@ DEVICE bool weigh_by_reference(uint32_t (&p)[BN / 8], const float (&s)[BN / 2], 
  * does in any row of the warp. */
 DEVICE bool weigh_by_maximum(uint32_t (&p)[BN / 8], const float (&s)[BN / 2], rows &r, float unit, float &fade0,
                              float &fade1) {
-	float a = s[0], b = s[1], c = s[2], d = s[3];
-#pragma unroll
-	for (int i = 4; i < BN / 2; i += 4) {
-		a = fmaxf(a, s[i]);
-		b = fmaxf(b, s[i + 1]);
-		c = fmaxf(c, s[i + 2]);
-		d = fmaxf(d, s[i + 3]);
-	}
-	float top0 = fmaxf(a, b), top1 = fmaxf(c, d);
+	float top0, top1;
+	find_maxima(s, top0, top1);
 	top0 = fmaxf(top0, lane_xor(top0, 1));
 	top1 = fmaxf(top1, lane_xor(top1, 1));
 	top0 = fmaxf(top0, lane_xor(top0, 2));
@@ -641,32 +478,16 @@ DEVICE bool weigh_by_maximum(uint32_t (&p)[BN / 8], const float (&s)[BN / 2], ro
 	return moves;
 }
 
-/* This warp's 16 x BN scores once more, by the products of a warp. */
-DEVICE void repeat_scores(float (&s)[BN / 2], uint32_t q, uint32_t k, int warp) {
-	const int lane = lane_id(), q_row = warp * 16 + (lane & 15), k_row = (lane & 7) + (lane >> 4) * 8;
-#pragma unroll
-	for (int i = 0; i < BN / 2; i++) s[i] = 0;
-#pragma unroll 1
-	for (int i = 0; i < HEAD / 32; i++) {
-		uint32_t qf[4];
-		load_matrix4(qf, q + place_of<64>(q_row, 2 * i + (lane >> 4)));
-		const uint32_t from = k + place_of<BN>(k_row, 2 * i + (lane >> 3 & 1));
-#pragma unroll
-		for (int n = 0; n < BN / 16; n++) {
-			uint32_t kf[4];
-			load_matrix4(kf, from + n * 16 * 128);
-#pragma unroll
-			for (int m = 0; m < 2; m++) {
-				float *const d = &s[8 * n + 4 * m];
-				asm volatile(
-					"mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-					"{%0, %1, %2, %3};"
-					: "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-					: "r"(qf[0]), "r"(qf[1]), "r"(qf[2]), "r"(qf[3]), "r"(kf[2 * m]), "r"(kf[2 * m + 1]));
-			}
-		}
+/* A warp's product, as matrix of gpu.h. */
+struct warp_product {
+	DEVICE void multiply(float *c, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+		asm volatile(
+			"mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+			"{%0, %1, %2, %3};"
+			: "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+			: "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 	}
-}
+};
 
 DEVICE void shrink(float (&out)[OUT_PARTS][HEAD / OUT_PARTS / 2], float fade0, float fade1) {
 #pragma unroll
@@ -681,47 +502,9 @@ DEVICE float4 folded_sum(float4 folded, const float *out, float fade0, float fad
 
 /* ---- the end of a tile ---------------------------------------------------------------------------------------------------- */
 
-/* From a row's reference and whole sum: what its output is multiplied by, and its LSE in base 2. */
-DEVICE float finish_row(float high, float total, bool has_sink, float sink, float &lse) {
-	const bool none = high == -INFINITY;
-	float log_sum;
-	asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(total));
-	lse = none ? -INFINITY : high + log_sum;
-	float factor = none ? 0.0f : 1.0f / total;
-	if (has_sink) {
-		const float peak = fmaxf(high, sink), base = peak == -INFINITY ? 0.0f : peak;
-		const float fade = none ? 0.0f : fast_exp2(high - base),
-					all = (none ? 0.0f : total * fade) + fast_exp2(sink - base);
-		asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log_sum) : "f"(all));
-		lse = peak == -INFINITY ? -INFINITY : base + log_sum;
-		factor = none ? 0.0f : fade / all;
-		if (isnan(sink) || sink == INFINITY) lse = factor = NAN;
-	}
-	if (isnan(total)) lse = factor = NAN; /* a NaN score, which no maximum shows */
-	return factor;
-}
-
 /* Two results as out's 16-bit type has them. */
 DEVICE uint32_t two_results(bool bf16, float low, float high) {
 	return bf16 ? matrix<__nv_bfloat16>::pack(low, high) : matrix<__half>::pack(low, high);
-}
-
-/* Rows of zeros for a warp's part of a tile without keys. */
-DEVICE void store_nothing(const ingot__gpu_args &a, const tile &t, int first_row) {
-	const int pieces = a.head_dim_v / 8;
-#pragma unroll 1
-	for (int i = lane_id(); i < 16 * pieces; i += 32) {
-		const int row = first_row + i / pieces;
-		if (row < t.rows)
-			*(uint4 *)((uint16_t *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] +
-			           (t.q_row + (index_t)row) * a.out_stride[2] + i % pieces * 8) = make_uint4(0, 0, 0, 0);
-	}
-}
-
-DEVICE int lane_read() {
-	int lane;
-	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-	return lane;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const __grid_constant__ arguments x) {
@@ -731,10 +514,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 	const int warpgroup = same(warp_id()) / 4, warp = same(warp_id()) % 4;
 
 	if (thread_id() == 0) {
-		for (int i = 0; i < TILE_STAGES; i++) {
-			barrier_init(shared + AT_TILE_FULL + 8 * i, 1);
-			barrier_init(shared + AT_TILE_EMPTY + 8 * i, 4 * OWNERS + 4 + 2);
-		}
+		queue::init(shared, 4 * OWNERS + 4 + 2);
 		for (int i = 0; i < Q_STAGES(HEAD); i++) {
 			barrier_init(shared + AT_Q_FULL + 8 * i, 1);
 			barrier_init(shared + AT_Q_EMPTY + 8 * i, 4 * OWNERS);
@@ -760,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 		registers_release<HELPER_REGISTERS>();
 		if (warp == 0 && lane_id() == 0) fetch_queries_and_keys(x, shared, memory);
 		if (warp == 1 && lane_id() == 0) fetch_values(x, shared, memory);
-		if (warp == 2 && lane_id() == 0) decode_tiles(a, shared, memory);
+		if (warp == 2 && lane_id() == 0) queue::put_all<make_schedule, decode>(a, shared, memory);
 		return;
 	}
 	if (warpgroup == 1) {
@@ -788,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 	rows r;
 
 	for (;;) {
-		const tile &t = next_tile(shared, memory, place);
+		const tile &t = queue::next(shared, memory, place);
 		const int blocks = same(t.blocks), first_block = same(t.first_block);
 		if (blocks < 0) break;
 		/* after the divergent end of a tile the compiler no longer knows that these are the same in all lanes, and would fetch the
@@ -811,10 +591,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 			const uint64_t q_operand = operand(q_at, 16);
 			/* blocks from high_from on and those before low_to hold pairs that this warpgroup's rows do not see */
 			const int group_row = group * 64;
-			const int high_from =
-				same((MASKED ? max(min(t.keys, t.see_last + group_row), 0) : t.keys) / BN) - first_block;
-			const int low_to =
-				MASKED ? max(same((max(t.see_first + group_row + 63, 0) + BN - 1) / BN) - first_block, 0) : 0;
+			int high_from, low_to;
+			find_cut_blocks<MASKED, 64, BN>(t, group_row, first_block, high_from, low_to);
+			if (MASKED) low_to = max(low_to, 0);
 			auto mask = [&](int n) {
 				const int lane = lane_read(),
 						  my_row = group * 64 + warp * 16 + (lane >> 2); /* not held through the loop */
@@ -916,7 +695,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 			auto step = [&](const uint32_t(&now)[BN / 8], uint32_t(&next)[BN / 8]) {
 				issue(now);
 				if (!weigh_by_reference(next, s, r, unit)) {
-					repeat_scores(s, q_at, shared + AT_K + k.stage * KV_BYTES, warp);
+					repeat_scores<warp_product, HEAD / 32>(s, q_at, shared + AT_K + k.stage * KV_BYTES, warp);
 					shrunk(weigh_by_maximum(next, s, r, unit, fade0, fade1));
 				}
 				complete();
@@ -961,27 +740,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 		/* read again here, lest registers hold it, and what comes of it, through the loop */
 		const int lane = lane_read();
 		const bool leader = lane == 0;
-		const int my_row = group * 64 + warp * 16 + (lane >> 2);
-		/* sums over the four lanes of a row, LSE, and the output's factors */
-		r.total0 += lane_xor(r.total0, 1);
-		r.total1 += lane_xor(r.total1, 1);
-		r.total0 += lane_xor(r.total0, 2);
-		r.total1 += lane_xor(r.total1, 2);
-		const bool has_sink = a.features & F_SINK;
-		const float sink = has_sink ? a.sink[t.head * a.sink_stride] * LOG2E : 0.0f;
-		float lse0, lse1;
-		float factor0 = finish_row(r.high0, r.total0, has_sink, sink, lse0);
-		float factor1 = finish_row(r.high1, r.total1, has_sink, sink, lse1);
-		if (a.lse && (lane & 3) == 0) {
-			float *const to = a.lse + t.batch * a.lse_stride[0] + t.head * a.lse_stride[1];
-			const float base = a.lse_base ? 1.0f : LN2;
-			if (my_row < t.rows) to[(t.q_row + (index_t)my_row) * a.lse_stride[2]] = lse0 * base;
-			if (my_row + 8 < t.rows) to[(t.q_row + (index_t)my_row + 8) * a.lse_stride[2]] = lse1 * base;
-		}
+		float factor0, factor1;
+		finish_rows(a, t, group * 64 + warp * 16, lane, r.high0, r.high1, r.total0, r.total1, 1, factor0, factor1);
 		if (blocks == 0) {
 			store_nothing(a, t, group * 64 + warp * 16);
 			__syncwarp();
-			if (leader) done_with_tile(shared, place);
+			if (leader) queue::done(shared, place);
 			place.next();
 			continue;
 		}
@@ -1004,39 +768,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 		for (int i = 0; i < HEAD / 8; i += 2) {
 			const uint32_t to = shared + at + place_of<64>(warp * 16 + (lane & 15), i + (lane >> 4));
 			const float *const o = &out[i / 16][i % 16 * 4];
-			asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-			             "r"(two_results(bf16, o[0] * factor0, o[1] * factor0)),
-			             "r"(two_results(bf16, o[2] * factor1, o[3] * factor1)),
-			             "r"(two_results(bf16, o[4] * factor0, o[5] * factor0)),
-			             "r"(two_results(bf16, o[6] * factor1, o[7] * factor1))
-			             : "memory");
+			store_matrix4(to, two_results(bf16, o[0] * factor0, o[1] * factor0),
+			              two_results(bf16, o[2] * factor1, o[3] * factor1),
+			              two_results(bf16, o[4] * factor0, o[5] * factor0),
+			              two_results(bf16, o[6] * factor1, o[7] * factor1));
 		}
 		/* the copy engine leaves out rows behind the tensor, but would write those of the next sequence */
 		if (!MASKED || !(a.features & F_VARLEN) || t.rows >= BM) {
 			fence_async();
 			warpgroup_barrier(group);
 			if (warp == 0 && leader) {
-#pragma unroll
-				for (int i = 0; i < PANELS(HEAD); i++)
-					if (i * 64 < a.head_dim_v)
-						store_box(&x.map[OUT_MAP], shared + at + i * 64 * 128, i * 64, t.q_row + group * 64, t.head,
-						          t.q_slot);
-				store_commit();
+				store_rows<HEAD>(a, &x.map[OUT_MAP], t, shared + at, group * 64);
 			}
 		} else {
-			const int pieces = a.head_dim_v / 8;
-			__syncwarp();
-#pragma unroll 1
-			for (int i = lane; i < 16 * pieces; i += 32) {
-				const int row = warp * 16 + i / pieces;
-				if (group * 64 + row < t.rows)
-					*(uint4 *)((uint16_t *)a.out + t.q_slot * a.out_stride[0] + t.head * a.out_stride[1] +
-					           (t.q_row + (index_t)(group * 64 + row)) * a.out_stride[2] + i % pieces * 8) =
-						*(const uint4 *)(memory + at + place_of<64>(row, i % pieces));
-			}
+			store_part(a, t, memory + at, group * 64, warp, lane);
 		}
 		__syncwarp();
-		if (leader) done_with_tile(shared, place);
+		if (leader) queue::done(shared, place);
 		q.next();
 		place.next();
 	}
