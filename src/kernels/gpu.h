@@ -196,10 +196,13 @@ DEVICE uint32_t shared_address(const void *p) {
 	return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* 16 bytes; with valid false, zeros, and nothing is read. */
-DEVICE void copy_async16(uint32_t to, const void *from, bool valid) {
-	const int bytes = valid ? 16 : 0;
+/* 16 bytes, of which so many are read; the rest are zeros. */
+DEVICE void copy_async16_of(uint32_t to, const void *from, uint32_t bytes) {
 	asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+/* With valid false, zeros, and nothing is read. */
+DEVICE void copy_async16(uint32_t to, const void *from, bool valid) {
+	copy_async16_of(to, from, valid ? 16 : 0);
 }
 DEVICE void copy_commit() {
 	asm volatile("cp.async.commit_group;" ::: "memory");

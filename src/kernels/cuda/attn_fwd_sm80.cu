@@ -199,9 +199,6 @@ DEVICE int quotient(int n, const int32_t *magic_shift) {
 	return (int)((uint64_t)(uint32_t)n * (uint32_t)magic_shift[0] >> magic_shift[1]);
 }
 
-DEVICE void copy_async16_of(uint32_t to, const void *from, uint32_t bytes) {
-	asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
 /* Pieces are exchanged by row in groups of 8: passes of 4 rows flip between two places. */
 DEVICE uint32_t to_row(uint32_t to, int n) {
 	return (PASS % 8 && n % 2 ? to ^ 64 : to) + n * PASS * 128;
