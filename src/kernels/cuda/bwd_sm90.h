@@ -14,6 +14,11 @@
 
 #include "sm90.h"
 
+/* Defined as 1: heads above 256, by a plan and a main kernel of the file that includes this. */
+#ifndef LONG_HEADS
+#define LONG_HEADS 0
+#endif
+
 enum { CLASS_PLAIN, CLASS_MASKED }; /* masked: causal, window, variable length */
 enum { Q_MAP, DOUT_MAP, K_MAP, V_MAP, MAPS };
 /* Of the second kernel for dQ, whose blocks of keys may be of another size. */
@@ -68,13 +73,22 @@ enum { ROW_TILES, KEY_BLOCKS, SECTION, MOVES, ROW_BLOCKS, ROW_SECTION, DRAWS };
 
 #if ADDS_DQ
 static const ingot__image_variant images[] = {SIZES_TO_192("f16", 2), SIZES_TO_192("bf16", 3)};
+#elif LONG_HEADS
+static const ingot__image_variant images[] = {IMAGES("f16", 2, 512, 512, "d512", 0),
+                                              IMAGES("bf16", 3, 512, 512, "d512", 0)};
 #else
 static const ingot__image_variant images[] = {SIZES_TO_192("f16", 2), IMAGES("f16", 2, 256, 256, "d256", 0),
                                               SIZES_TO_192("bf16", 3), IMAGES("bf16", 3, 256, 256, "d256", 0)};
 #endif
 static const struct {
 	int head, value;
-} sizes[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {256, 256}};
+} sizes[] = {
+#if LONG_HEADS
+	{512, 512}
+#else
+	{64, 64}, {96, 96}, {128, 128}, {192, 128}, {256, 256}
+#endif
+};
 enum { SIZES = sizeof sizes / sizeof *sizes - ADDS_DQ };
 static const char *const kernels[] = {"attn_bwd_sm90_rows", "attn_bwd_sm90", "attn_bwd_sm90_dq", NULL};
 
@@ -108,7 +122,11 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	INGOT__REFUSE_IF(ADDS_DQ && p->deterministic, "dq is summed by atomics, in no fixed order");
 	INGOT__REFUSE_IF(p->dbias.dtype != INGOT_NONE || p->dsink.dtype != INGOT_NONE, "it computes no dbias and no dsink");
 	const int size = size_of(p);
-	INGOT__REFUSE_IF(size == SIZES, ADDS_DQ ? "a head size above 192, or of V above 128" : "a head size above 256");
+	INGOT__REFUSE_IF(LONG_HEADS && p->head_dim <= 256 && p->head_dim_v <= 256,
+	                 "head sizes up to 256: attn_bwd_sm90_split takes them");
+	INGOT__REFUSE_IF(size == SIZES, LONG_HEADS ? "a head size above 512"
+	                                : ADDS_DQ  ? "a head size above 192, or of V above 128"
+	                                           : "a head size above 256");
 	INGOT__REFUSE_IF(p->head_dim % 8 || p->head_dim_v % 8,
 	                 "a head size that is no multiple of 8: rows are copied in 16-byte pieces");
 	INGOT__REFUSE_IF(p->features & INGOT__UNALIGNED || !aligned(&p->dout) || !aligned(&p->dq) || !aligned(&p->dk) ||
@@ -135,6 +153,7 @@ static int32_t moves(int map, const ingot_tensor *t) {
 	return (t->stride[1] ? MOVES_HEAD(map) : 0) | (t->stride[0] ? MOVES_BATCH(map) : 0);
 }
 
+#if !LONG_HEADS
 static void plan(const ingot__problem *p, const ingot__device *device, int threads, ingot__plan *out) {
 	(void)threads;
 	ingot__gpu_args *const a = ingot__gpu_fill(p, out);
@@ -200,6 +219,7 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 		                                        .grid = {(uint32_t)(row_blocks * p->batch * p->heads_q), 1, 1}};
 	}
 }
+#endif
 
 #else
 
@@ -259,9 +279,10 @@ static_assert(AT_END <= SHARED_BYTES(HEAD, VALUE) && ROWS_STAGES <= TURNS,
 
 struct arguments {
 	ingot__gpu_args a;
-	tensor_map map[ADDS_DQ ? MAPS : ALL_MAPS];
+	tensor_map map[ADDS_DQ || LONG_HEADS ? MAPS : ALL_MAPS];
 };
-static_assert(sizeof(arguments) == MAPS_AT + 128 * (ADDS_DQ ? MAPS : ALL_MAPS), "as the host half lays it out");
+static_assert(sizeof(arguments) == MAPS_AT + 128 * (ADDS_DQ || LONG_HEADS ? MAPS : ALL_MAPS),
+              "as the host half lays it out");
 
 /* ---- the workspace: where dQ is added an fp32 image of it, tile by tile as warps hold it; two numbers a row; a counter ---------------------- */
 
@@ -300,9 +321,14 @@ DEVICE span keys_of(const ingot__gpu_args &a, int batch) {
 	return k;
 }
 
-/* A block takes a tile, 8 columns a lane. */
+/* A block takes a tile, 8 columns a lane, or twice 8. */
 extern "C" __global__ void __launch_bounds__(256) attn_bwd_sm90_rows(const __grid_constant__ arguments x) {
-	enum { LANES = VALUE == 96 ? 16 : VALUE / 8, ROWS = 256 / LANES, TIMES = BM / ROWS };
+	enum {
+		PIECES = VALUE > 256 ? 2 : 1,
+		LANES = VALUE == 96 ? 16 : VALUE / 8 / PIECES,
+		ROWS = 256 / LANES,
+		TIMES = BM / ROWS
+	};
 	const ingot__gpu_args &a = x.a;
 	const int lane = thread_id() % LANES, tile = blockIdx.x, first = thread_id() / LANES;
 	const int head = tile / a.number[ROW_TILES], i0 = (tile - head * a.number[ROW_TILES]) * BM;
@@ -314,15 +340,18 @@ extern "C" __global__ void __launch_bounds__(256) attn_bwd_sm90_rows(const __gri
 	const element *const dout = (const element *)a.dout + row_offset(a.dout_stride, q, h, i0 + first) + lane * 8;
 	const float *const lse =
 		a.lse + batch * a.lse_stride[0] + h * a.lse_stride[1] + (q.start + i0 + first) * a.lse_stride[2];
-	uint4 o[TIMES], g[TIMES];
+	uint4 o[TIMES][PIECES], g[TIMES][PIECES];
 	float l[TIMES];
 #pragma unroll
 	for (int n = 0; n < TIMES; n++) {
 		const bool is_row = i0 + first + n * ROWS < q.count;
-		o[n] = g[n] = make_uint4(0, 0, 0, 0);
-		if (is_row && lane * 8 < a.head_dim_v) {
-			o[n] = *(const uint4 *)(out + n * ROWS * a.out_stride[2]);
-			g[n] = *(const uint4 *)(dout + n * ROWS * a.dout_stride[2]);
+#pragma unroll
+		for (int k = 0; k < PIECES; k++) {
+			o[n][k] = g[n][k] = make_uint4(0, 0, 0, 0);
+			if (is_row && (k * LANES + lane) * 8 < a.head_dim_v) {
+				o[n][k] = *(const uint4 *)(out + n * ROWS * a.out_stride[2] + k * LANES * 8);
+				g[n][k] = *(const uint4 *)(dout + n * ROWS * a.dout_stride[2] + k * LANES * 8);
+			}
 		}
 		l[n] = is_row && lane == 0 ? lse[n * ROWS * a.lse_stride[2]] : -INFINITY;
 	}
@@ -333,10 +362,10 @@ extern "C" __global__ void __launch_bounds__(256) attn_bwd_sm90_rows(const __gri
 	}
 #pragma unroll
 	for (int n = 0; n < TIMES; n++) {
-		const element *const left = (const element *)&o[n], *const right = (const element *)&g[n];
+		const element *const left = (const element *)o[n], *const right = (const element *)g[n];
 		float sum = 0;
 #pragma unroll
-		for (int k = 0; k < 8; k++) sum = fmaf((float)left[k], (float)right[k], sum);
+		for (int k = 0; k < 8 * PIECES; k++) sum = fmaf((float)left[k], (float)right[k], sum);
 		for (int m = LANES / 2; m; m >>= 1) sum += lane_xor(sum, m);
 		if (lane > 0) continue;
 		const bool none = l[n] == -INFINITY;
@@ -913,6 +942,7 @@ DEVICE void own_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *m
 
 #endif
 
+#if !LONG_HEADS
 extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1) attn_bwd_sm90(const __grid_constant__ arguments x) {
 	extern __shared__ __align__(1024) unsigned char memory[];
 	const ingot__gpu_args &a = x.a;
@@ -959,6 +989,7 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1) attn_bwd_sm9
 	own_keys(a, shared, memory, warpgroup - 1);
 #endif
 }
+#endif
 
 #endif
 #endif
