@@ -28,13 +28,16 @@ enum {
 	OWNED_BYTES = TILE_BYTES(OWNED, 512),
 	PASSING = 32, /* rows of a tile */
 	PASSING_BYTES = TILE_BYTES(PASSING, 512),
-	PASSING_STAGES = 2,
+	PASSING_STAGES = 3,
 	PIECE_COLUMNS = 128,
 	PIECE_BYTES = TILE_BYTES(PASSING, PIECE_COLUMNS),
 	TILE_PIECES = 512 / PIECE_COLUMNS,
 	PIECE_STAGES = 3,
-	AT_OWNED_TOO = OWNED_BYTES,
-	AT_PASSING = AT_OWNED_TOO + OWNED_BYTES,
+	/* steps of 16 columns, the last ones, whose owned rows a warpgroup holds in registers */
+	HELD = 12,
+	HELD_TOO = 4,
+	AT_OWNED_TOO = TILE_BYTES(OWNED, 512 - 16 * HELD),
+	AT_PASSING = AT_OWNED_TOO + TILE_BYTES(OWNED, 512 - 16 * HELD_TOO),
 	AT_PIECES = AT_PASSING + PASSING_STAGES * PASSING_BYTES,
 	AT_MAIL = AT_PIECES + PIECE_STAGES * PIECE_BYTES,
 	MAIL_BYTES = OWNED * PASSING * 4,
@@ -213,8 +216,7 @@ enum {
 	AT_PIECE_EMPTY = AT_PIECE_FULL + 8 * PIECE_STAGES,
 	AT_WEIGHTS = AT_PIECE_EMPTY + 8 * PIECE_STAGES, /* for each warp and its opposite: P is there */
 	AT_ANSWERED = AT_WEIGHTS + 8 * 4,               /* and dS */
-	AT_HALF = AT_ANSWERED + 8 * 4,                  /* half of S is done */
-	AT_PASS_END = AT_HALF + 8,
+	AT_PASS_END = AT_ANSWERED + 8 * 4,
 	/* and of a block for dV */
 	AT_K_FULL = AT_BARRIERS,
 	AT_CHUNK_FULL = AT_K_FULL + 8,
@@ -224,6 +226,7 @@ enum {
 };
 static_assert(Q_CHUNKS == 4 && DOUT_CHUNKS == 2 && CHUNK_STAGES == 6, "sum_values goes by it");
 static_assert(PIECE_STAGES == 3 && TILE_PIECES == 4, "answer_tiles goes by it");
+static_assert(HELD % 4 == 0 && HELD_TOO % 4 == 0 && HELD_TOO <= PIECE_COLUMNS / 16, "whole panels, of one piece");
 static_assert((int)AT_PASS_END <= (int)LONG_SHARED_BYTES && (int)AT_VALUE_END <= (int)LONG_SHARED_BYTES,
               "barriers fit");
 
@@ -269,9 +272,9 @@ DEVICE void store_owned(void *gradient, const int64_t *stride, int width, int co
 
 /* One lane of a warp: what is owned first, and tiles of Q or K. */
 template <bool keys> DEVICE void fetch_tiles(const arguments &x, const job &w, uint32_t shared) {
-	barrier_expect(shared + AT_OWNED_FULL, OWNED_BYTES);
-	load_rows<OWNED, 512>(shared, source_of(x, keys ? K_MAP : Q_MAP, w.row, w.head, w.slot), shared + AT_OWNED_FULL,
-	                      w.first, 0);
+	barrier_expect(shared + AT_OWNED_FULL, TILE_BYTES(OWNED, 512 - 16 * HELD));
+	load_rows<OWNED, 512 - 16 * HELD>(shared, source_of(x, keys ? K_MAP : Q_MAP, w.row, w.head, w.slot),
+	                                  shared + AT_OWNED_FULL, w.first, 0);
 	each_tile<keys, PASSING>(x.a, w, [&](int t, int head, int i0) {
 		const int stage = t % PASSING_STAGES;
 		const uint32_t arrived =
@@ -285,9 +288,10 @@ template <bool keys> DEVICE void fetch_tiles(const arguments &x, const job &w, u
 
 /* One lane of another: likewise of dO or V. */
 template <bool keys> DEVICE void fetch_pieces(const arguments &x, const job &w, uint32_t shared) {
-	barrier_expect(shared + AT_OWNED_FULL + 8, OWNED_BYTES);
-	load_rows<OWNED, 512>(shared + AT_OWNED_TOO, source_of(x, keys ? V_MAP : DOUT_MAP, w.row, w.head, w.slot),
-	                      shared + AT_OWNED_FULL + 8, w.first, 0);
+	barrier_expect(shared + AT_OWNED_FULL + 8, TILE_BYTES(OWNED, 512 - 16 * HELD_TOO));
+	load_rows<OWNED, 512 - 16 * HELD_TOO>(shared + AT_OWNED_TOO,
+	                                      source_of(x, keys ? V_MAP : DOUT_MAP, w.row, w.head, w.slot),
+	                                      shared + AT_OWNED_FULL + 8, w.first, 0);
 	ring<PIECE_STAGES> to = {0, 1};
 	each_tile<keys, PASSING>(x.a, w, [&](int, int head, int i0) {
 		const source from = source_of(x, keys ? DOUT_MAP : V_MAP, w.other_row, head, w.other_slot);
@@ -330,12 +334,34 @@ DEVICE void multiply_owned(float (&x)[PASSING / 2], uint64_t owned, uint64_t til
 		wgmma<PASSING>::shared<0>(x, owned + ((i / 4 * OWNED * 128 + i % 4 * 32) >> 4),
 		                          tile + (((i / 4 - panel) * PASSING * 128 + i % 4 * 32) >> 4), i > 0);
 }
-/* This warpgroup's owned rows, and its half of the columns of tiles. Known afresh to be the same in all lanes, as own_keys has it. */
-DEVICE uint64_t my_rows(uint32_t shared) {
-	return operand(shared + (same(warp_id()) / 4 - 1) * OWNED_BYTES, 16);
+/* Of the last `count` steps, with what this thread holds of them. */
+template <int count, int panel>
+DEVICE void multiply_held(float (&x)[PASSING / 2], const uint32_t (&held)[4 * count], uint64_t tile) {
+#pragma unroll
+	for (int n = 0; n < count; n++) {
+		const int i = 512 / 16 - count + n;
+		wgmma<PASSING>::held<0>(x, &held[4 * n], tile + (((i / 4 - panel) * PASSING * 128 + i % 4 * 32) >> 4), 1);
+	}
 }
-DEVICE uint64_t my_columns(uint32_t shared) {
-	return operand(shared + AT_PASSING + (same(warp_id()) / 4 - 1) * (PART / 64 * PASSING * 128), PASSING * 128);
+template <int count>
+DEVICE void hold(uint32_t (&held)[4 * count], const void *tensor, const int64_t *stride, int width, const job &w) {
+	const int row = w.first + same(warp_id()) % 4 * 16 + (lane_id() >> 2);
+	const element *const from =
+		(const element *)tensor + w.slot * stride[0] + w.head * stride[1] + (w.row + (index_t)row) * stride[2];
+#pragma unroll
+	for (int i = 0; i < 4 * count; i++) {
+		const int column = 512 - 16 * count + i / 4 * 16 + (i & 2) * 4 + 2 * (lane_id() & 3), down = (i & 1) * 8;
+		held[i] = row + down < w.count && column < width ? *(const uint32_t *)(from + down * stride[2] + column) : 0;
+	}
+}
+/* A warpgroup's half of the columns of tiles, and what it owns of shared memory. Known afresh to be the same in all lanes, as own_keys
+ * has it. */
+DEVICE uint64_t my_rows(uint32_t shared, int bytes) {
+	return operand(shared + (same(warp_id()) / 4 - 1) * bytes, 16);
+}
+DEVICE uint64_t my_columns(uint32_t shared, int stage) {
+	return operand(shared + AT_PASSING + (same(warp_id()) / 4 - 1) * (PART / 64 * PASSING * 128), PASSING * 128) +
+	       (stage * PASSING_BYTES >> 4);
 }
 /* sum[64][PART] += dS times half the columns of a tile. */
 DEVICE void add_tile(float (&sum)[PART / 2], const uint32_t (&ds)[PASSING / 4], uint64_t tile) {
@@ -364,37 +390,29 @@ template <bool keys> DEVICE void weigh_tiles(const ingot__gpu_args &a, const job
 	const uint64_t right = operand(shared + AT_PASSING, 16);
 	const float *lse = lse_numbers(a, head_tile(a, w.batch, keys ? w.head * a.group : w.head));
 	float sum[PART / 2], s[PASSING / 2], numbers[PASSING / 4], two[2];
-	uint32_t ds[PASSING / 4];
+	uint32_t ds[PASSING / 4], held[4 * HELD];
 	clear_sums(sum);
 	read_two<keys>(two, a, w, lse, -INFINITY);
+	hold<HELD>(held, keys ? a.k : a.q, keys ? a.k_stride : a.q_stride, a.head_dim, w);
 	int at = 0;
 	if (keys) lse += w.first_tile * PASSING;
+	ring<PASSING_STAGES> next = {0, 0};
 
-	auto step = [&](int t, auto is_first) {
-		constexpr bool first = decltype(is_first)::value;
-		const int stage = t % PASSING_STAGES, before = stage ^ 1;
-		const uint64_t owned = my_rows(shared);
-		if constexpr (!first) add_tile(sum, ds, my_columns(shared) + (before * PASSING_BYTES >> 4));
-		barrier_wait(shared + AT_PASSING_FULL + 8 * stage, full_parity<PASSING_STAGES>(t));
+	auto multiply = [&] {
+		const uint64_t owned = my_rows(shared, AT_OWNED_TOO), tile = right + (next.stage * PASSING_BYTES >> 4);
+		barrier_wait(shared + AT_PASSING_FULL + 8 * next.stage, next.parity);
 		wgmma_fence();
-		multiply_owned<0, 16, 0>(s, owned, right + (stage * PASSING_BYTES >> 4));
+		multiply_owned<0, 512 / 16 - HELD, 0>(s, owned, tile);
+		multiply_held<HELD, 0>(s, held, tile);
 		wgmma_commit();
-		wgmma_fence();
-		multiply_owned<16, 32, 0>(s, owned, right + (stage * PASSING_BYTES >> 4));
-		wgmma_commit();
+		next.next();
 		if (keys) {
 			read_numbers(numbers, lse);
 			lse += PASSING;
 			if (++at == tiles) at = 0, lse += a.number[ROW_TILES] * BM - tiles * PASSING;
 		}
-		if constexpr (!first) {
-			wgmma_wait<2>();
-			if (leader) barrier_arrive(shared + AT_PASSING_EMPTY + 8 * before);
-		}
-		wgmma_wait<1>();
-		if (leader) barrier_arrive(shared + AT_HALF);
-		wgmma_wait<0>();
-		pin(s);
+	};
+	auto hand_over = [&] {
 #pragma unroll
 		for (int i = 0; i < PASSING / 2; i++)
 			s[i] = fast_exp2(fmaf(s[i], unit, keys ? numbers[i / 4 * 2 + i % 2] : two[i / 2 % 2]));
@@ -405,6 +423,12 @@ template <bool keys> DEVICE void weigh_tiles(const ingot__gpu_args &a, const job
 			             : "memory");
 		__syncwarp();
 		if (leader) barrier_arrive(shared + AT_WEIGHTS + 8 * warp);
+	};
+	/* the sums of turn t, whose P is handed over, and P of the next */
+	auto step = [&](int t, auto is_last) {
+		constexpr bool last = decltype(is_last)::value;
+		const int stage = next.stage ? next.stage - 1 : PASSING_STAGES - 1;
+		if constexpr (!last) multiply();
 		barrier_wait(shared + AT_ANSWERED + 8 * warp, t & 1);
 #pragma unroll
 		for (int i = 0; i < PASSING / 4; i += 4)
@@ -412,14 +436,24 @@ template <bool keys> DEVICE void weigh_tiles(const ingot__gpu_args &a, const job
 			             : "=r"(ds[i]), "=r"(ds[i + 1]), "=r"(ds[i + 2]), "=r"(ds[i + 3])
 			             : "r"(mail + i / 4 * 2048)
 			             : "memory");
+		add_tile(sum, ds, my_columns(shared, stage));
+		if constexpr (!last) {
+			wgmma_wait<1>();
+			pin(s);
+			hand_over();
+		}
+		wgmma_wait<0>();
+		pin(sum);
+		if (leader) barrier_arrive(shared + AT_PASSING_EMPTY + 8 * stage);
 	};
 	if (turns > 0) {
 		barrier_wait(shared + AT_OWNED_FULL, 0);
-		step(0, truth<true>());
-		for (int t = 1; t < turns; t++) step(t, truth<false>());
-		add_tile(sum, ds, my_columns(shared) + ((turns - 1) % PASSING_STAGES * PASSING_BYTES >> 4));
+		multiply();
 		wgmma_wait<0>();
-		pin(sum);
+		pin(s);
+		hand_over();
+		for (int t = 0; t + 1 < turns; t++) step(t, truth<false>());
+		step(turns - 1, truth<true>());
 	}
 	store_owned(keys ? a.dk : a.dq, keys ? a.dk_stride : a.dq_stride, a.head_dim, 0, sum, a.softmax_scale, w, w.first);
 }
@@ -433,11 +467,14 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 	const float *delta = delta_numbers(a, head_tile(a, w.batch, keys ? w.head * a.group : w.head));
 	const view sees = view_of<PASSING>(w, w.first);
 	float sum[PART / 2], even[PASSING / 2], odd[PASSING / 2], numbers[PASSING / 4], two[2];
+	uint32_t held[4 * HELD_TOO];
 	clear_sums(sum);
 	read_two<keys>(two, a, w, delta, 0.0f);
+	hold<HELD_TOO>(held, keys ? a.v : a.dout, keys ? a.v_stride : a.dout_stride, a.head_dim_v, w);
 	int at = 0;
 	if (keys) delta += w.first_tile * PASSING;
 	ring<PIECE_STAGES> next = {0, 0};
+	ring<PASSING_STAGES> tile = {0, 0};
 	/* of the last three pieces, the first, second or third */
 	auto release = [&](int which) {
 		const int stage = next.stage + which;
@@ -445,12 +482,13 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 			barrier_arrive(shared + AT_PIECE_EMPTY + 8 * (stage >= PIECE_STAGES ? stage - PIECE_STAGES : stage));
 	};
 	auto multiply_piece = [&](float(&g)[PASSING / 2], auto number) {
-		constexpr int piece = decltype(number)::value;
-		const uint64_t owned = my_rows(shared);
+		constexpr int piece = decltype(number)::value, first = piece * PIECE_COLUMNS / 16,
+					  end = first + PIECE_COLUMNS / 16;
+		const uint64_t owned = my_rows(shared, AT_OWNED_TOO), from = right + (next.stage * PIECE_BYTES >> 4);
 		barrier_wait(shared + AT_PIECE_FULL + 8 * next.stage, next.parity);
 		wgmma_fence();
-		multiply_owned<piece * PIECE_COLUMNS / 16, (piece + 1) * PIECE_COLUMNS / 16, piece * PIECE_COLUMNS / 64>(
-			g, owned, right + (next.stage * PIECE_BYTES >> 4));
+		multiply_owned < first, piece<TILE_PIECES - 1 ? end : end - HELD_TOO, first / 4>(g, owned, from);
+		if constexpr (piece == TILE_PIECES - 1) multiply_held<HELD_TOO, first / 4>(g, held, from);
 		wgmma_commit();
 		next.next();
 	};
@@ -458,11 +496,9 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 	/* dS of turn t from its dP, under which that of the next turn is multiplied */
 	auto step = [&](int t, float(&g)[PASSING / 2], float(&ahead)[PASSING / 2], auto is_last) {
 		constexpr bool last = decltype(is_last)::value;
-		const int stage = t % PASSING_STAGES;
 		uint32_t ds[PASSING / 4];
 		float p[PASSING / 2];
 		if constexpr (!last) {
-			barrier_wait(shared + AT_HALF, t & 1);
 			multiply_piece(ahead, whole<0>());
 			multiply_piece(ahead, whole<1>());
 			multiply_piece(ahead, whole<2>());
@@ -470,10 +506,6 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 		if (keys) {
 			read_numbers(numbers, delta);
 			delta += PASSING;
-		}
-		if constexpr (!last) {
-			wgmma_wait<2>();
-			release(0);
 		}
 		barrier_wait(shared + AT_WEIGHTS + 8 * warp, t & 1);
 #pragma unroll
@@ -499,13 +531,18 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 			             : "memory");
 		__syncwarp();
 		if (leader) barrier_arrive(shared + AT_ANSWERED + 8 * warp);
-		barrier_wait(shared + AT_PASSING_FULL + 8 * stage, full_parity<PASSING_STAGES>(t));
-		add_tile(sum, ds, my_columns(shared) + (stage * PASSING_BYTES >> 4));
+		if constexpr (!last) {
+			wgmma_wait<2>();
+			release(0);
+		}
+		barrier_wait(shared + AT_PASSING_FULL + 8 * tile.stage, tile.parity);
+		add_tile(sum, ds, my_columns(shared, tile.stage));
 		if constexpr (!last) {
 			multiply_piece(ahead, whole<3>());
 			wgmma_wait<1>();
 		} else wgmma_wait<0>();
-		if (leader) barrier_arrive(shared + AT_PASSING_EMPTY + 8 * stage);
+		if (leader) barrier_arrive(shared + AT_PASSING_EMPTY + 8 * tile.stage);
+		tile.next();
 		if constexpr (!last) {
 			release(0);
 			release(1);
@@ -615,7 +652,7 @@ DEVICE void sum_values(const ingot__gpu_args &a, const job &w, uint32_t shared, 
 	};
 	/* leaves the last chunk in flight */
 	auto multiply_q = [&](int t, auto first_slot) {
-		const uint64_t k = my_rows(shared);
+		const uint64_t k = my_rows(shared, OWNED_BYTES);
 #pragma unroll
 		for (int i = 0; i < Q_CHUNKS; i++) {
 			const int n = decltype(first_slot)::value + i, slot = n % CHUNK_STAGES;
@@ -741,7 +778,6 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1)
 				barrier_init(shared + AT_WEIGHTS + 8 * i, 1);
 				barrier_init(shared + AT_ANSWERED + 8 * i, 1);
 			}
-			barrier_init(shared + AT_HALF, 4);
 		}
 		barrier_init_done();
 		for (int i = 0; i < MAPS; i++) prefetch_map(&x.map[i]);
