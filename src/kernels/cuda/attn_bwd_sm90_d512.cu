@@ -32,14 +32,13 @@ enum {
 	PIECE_COLUMNS = 128,
 	PIECE_BYTES = TILE_BYTES(PASSING, PIECE_COLUMNS),
 	TILE_PIECES = 512 / PIECE_COLUMNS,
-	PIECE_STAGES = 3,
 	/* steps of 16 columns, the last ones, whose owned rows a warpgroup holds in registers */
 	HELD = 12,
-	HELD_TOO = 4,
+	HELD_TOO = 8,
 	AT_OWNED_TOO = TILE_BYTES(OWNED, 512 - 16 * HELD),
 	AT_PASSING = AT_OWNED_TOO + TILE_BYTES(OWNED, 512 - 16 * HELD_TOO),
 	AT_PIECES = AT_PASSING + PASSING_STAGES * PASSING_BYTES,
-	AT_MAIL = AT_PIECES + PIECE_STAGES * PIECE_BYTES,
+	AT_MAIL = AT_PIECES + TILE_PIECES * PIECE_BYTES,
 	MAIL_BYTES = OWNED * PASSING * 4,
 	/* and of a block for dV: K, chunks of 128 columns of 64 rows of Q or of 32 rows of dO */
 	VALUE_ROWS = 64,
@@ -213,9 +212,9 @@ enum {
 	AT_PASSING_FETCHED = AT_PASSING_FULL + 8 * PASSING_STAGES,
 	AT_PASSING_EMPTY = AT_PASSING_FETCHED + 8 * PASSING_STAGES,
 	AT_PIECE_FULL = AT_PASSING_EMPTY + 8 * PASSING_STAGES,
-	AT_PIECE_EMPTY = AT_PIECE_FULL + 8 * PIECE_STAGES,
-	AT_WEIGHTS = AT_PIECE_EMPTY + 8 * PIECE_STAGES, /* for each warp and its opposite: P is there */
-	AT_ANSWERED = AT_WEIGHTS + 8 * 4,               /* and dS */
+	AT_PIECE_EMPTY = AT_PIECE_FULL + 8 * TILE_PIECES,
+	AT_WEIGHTS = AT_PIECE_EMPTY + 8 * TILE_PIECES, /* for each warp and its opposite: P is there */
+	AT_ANSWERED = AT_WEIGHTS + 8 * 4,              /* and dS */
 	AT_PASS_END = AT_ANSWERED + 8 * 4,
 	/* and of a block for dV */
 	AT_K_FULL = AT_BARRIERS,
@@ -225,7 +224,7 @@ enum {
 	AT_VALUE_END = AT_CHUNK_EMPTY + 8 * CHUNK_STAGES
 };
 static_assert(Q_CHUNKS == 4 && DOUT_CHUNKS == 2 && CHUNK_STAGES == 6, "sum_values goes by it");
-static_assert(PIECE_STAGES == 3 && TILE_PIECES == 4, "answer_tiles goes by it");
+static_assert(TILE_PIECES == 4, "answer_tiles goes by it");
 static_assert(HELD % 4 == 0 && HELD_TOO % 4 == 0 && HELD_TOO <= PIECE_COLUMNS / 16, "whole panels, of one piece");
 static_assert((int)AT_PASS_END <= (int)LONG_SHARED_BYTES && (int)AT_VALUE_END <= (int)LONG_SHARED_BYTES,
               "barriers fit");
@@ -292,16 +291,14 @@ template <bool keys> DEVICE void fetch_pieces(const arguments &x, const job &w, 
 	load_rows<OWNED, 512 - 16 * HELD_TOO>(shared + AT_OWNED_TOO,
 	                                      source_of(x, keys ? V_MAP : DOUT_MAP, w.row, w.head, w.slot),
 	                                      shared + AT_OWNED_FULL + 8, w.first, 0);
-	ring<PIECE_STAGES> to = {0, 1};
-	each_tile<keys, PASSING>(x.a, w, [&](int, int head, int i0) {
+	each_tile<keys, PASSING>(x.a, w, [&](int t, int head, int i0) {
 		const source from = source_of(x, keys ? DOUT_MAP : V_MAP, w.other_row, head, w.other_slot);
 #pragma unroll 1
 		for (int i = 0; i < TILE_PIECES; i++) {
-			barrier_wait(shared + AT_PIECE_EMPTY + 8 * to.stage, to.parity);
-			barrier_expect(shared + AT_PIECE_FULL + 8 * to.stage, PIECE_BYTES);
-			load_rows<PASSING, PIECE_COLUMNS>(shared + AT_PIECES + to.stage * PIECE_BYTES, from,
-			                                  shared + AT_PIECE_FULL + 8 * to.stage, i0, i * PIECE_COLUMNS);
-			to.next();
+			barrier_wait(shared + AT_PIECE_EMPTY + 8 * i, ~t & 1);
+			barrier_expect(shared + AT_PIECE_FULL + 8 * i, PIECE_BYTES);
+			load_rows<PASSING, PIECE_COLUMNS>(shared + AT_PIECES + i * PIECE_BYTES, from,
+			                                  shared + AT_PIECE_FULL + 8 * i, i0, i * PIECE_COLUMNS);
 		}
 	});
 }
@@ -463,7 +460,6 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 	const int warp = same(warp_id()) % 4, tiles = same(w.tiles), turns = tiles * (keys ? a.group : 1);
 	const bool leader = lane_id() == 0;
 	const uint32_t mail = shared + AT_MAIL + thread_id() % 128 * 16;
-	const uint64_t right = operand(shared + AT_PIECES, 16);
 	const float *delta = delta_numbers(a, head_tile(a, w.batch, keys ? w.head * a.group : w.head));
 	const view sees = view_of<PASSING>(w, w.first);
 	float sum[PART / 2], even[PASSING / 2], odd[PASSING / 2], numbers[PASSING / 4], two[2];
@@ -473,24 +469,26 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 	hold<HELD_TOO>(held, keys ? a.v : a.dout, keys ? a.v_stride : a.dout_stride, a.head_dim_v, w);
 	int at = 0;
 	if (keys) delta += w.first_tile * PASSING;
-	ring<PIECE_STAGES> next = {0, 0};
 	ring<PASSING_STAGES> tile = {0, 0};
-	/* of the last three pieces, the first, second or third */
-	auto release = [&](int which) {
-		const int stage = next.stage + which;
-		if (leader)
-			barrier_arrive(shared + AT_PIECE_EMPTY + 8 * (stage >= PIECE_STAGES ? stage - PIECE_STAGES : stage));
+	auto release = [&](int piece) {
+		if (leader) barrier_arrive(shared + AT_PIECE_EMPTY + 8 * piece);
 	};
-	auto multiply_piece = [&](float(&g)[PASSING / 2], auto number) {
+	auto multiply_piece = [&](float(&g)[PASSING / 2], int t, auto number) {
 		constexpr int piece = decltype(number)::value, first = piece * PIECE_COLUMNS / 16,
 					  end = first + PIECE_COLUMNS / 16;
-		const uint64_t owned = my_rows(shared, AT_OWNED_TOO), from = right + (next.stage * PIECE_BYTES >> 4);
-		barrier_wait(shared + AT_PIECE_FULL + 8 * next.stage, next.parity);
+		const uint64_t owned = my_rows(shared, AT_OWNED_TOO),
+					   from = owned + ((AT_PIECES - AT_OWNED_TOO + piece * PIECE_BYTES) >> 4);
+		barrier_wait(shared + AT_PIECE_FULL + 8 * piece, t & 1);
 		wgmma_fence();
 		multiply_owned < first, piece<TILE_PIECES - 1 ? end : end - HELD_TOO, first / 4>(g, owned, from);
 		if constexpr (piece == TILE_PIECES - 1) multiply_held<HELD_TOO, first / 4>(g, held, from);
 		wgmma_commit();
-		next.next();
+	};
+	auto multiply = [&](float(&g)[PASSING / 2], int t) {
+		multiply_piece(g, t, whole<0>());
+		multiply_piece(g, t, whole<1>());
+		multiply_piece(g, t, whole<2>());
+		multiply_piece(g, t, whole<3>());
 	};
 
 	/* dS of turn t from its dP, under which that of the next turn is multiplied */
@@ -498,11 +496,7 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 		constexpr bool last = decltype(is_last)::value;
 		uint32_t ds[PASSING / 4];
 		float p[PASSING / 2];
-		if constexpr (!last) {
-			multiply_piece(ahead, whole<0>());
-			multiply_piece(ahead, whole<1>());
-			multiply_piece(ahead, whole<2>());
-		}
+		if constexpr (!last) multiply(ahead, t + 1);
 		if (keys) {
 			read_numbers(numbers, delta);
 			delta += PASSING;
@@ -534,35 +528,27 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 		if constexpr (!last) {
 			wgmma_wait<2>();
 			release(0);
+			release(1);
 		}
 		barrier_wait(shared + AT_PASSING_FULL + 8 * tile.stage, tile.parity);
 		add_tile(sum, ds, my_columns(shared, tile.stage));
 		if constexpr (!last) {
-			multiply_piece(ahead, whole<3>());
 			wgmma_wait<1>();
-		} else wgmma_wait<0>();
+			pin(ahead);
+			release(2);
+			release(3);
+		}
+		wgmma_wait<0>();
 		if (leader) barrier_arrive(shared + AT_PASSING_EMPTY + 8 * tile.stage);
 		tile.next();
-		if constexpr (!last) {
-			release(0);
-			release(1);
-			wgmma_wait<0>();
-			release(2);
-			pin(ahead);
-		}
 		pin(sum);
 	};
 	if (turns > 0) {
 		barrier_wait(shared + AT_OWNED_FULL + 8, 0);
-		multiply_piece(even, whole<0>());
-		multiply_piece(even, whole<1>());
-		multiply_piece(even, whole<2>());
-		wgmma_wait<2>();
-		release(0);
-		multiply_piece(even, whole<3>());
+		multiply(even, 0);
 		wgmma_wait<0>();
 		pin(even);
-		for (int i = 0; i < PIECE_STAGES; i++) release(i);
+		for (int i = 0; i < TILE_PIECES; i++) release(i);
 		int t = 0;
 		for (; t + 2 < turns; t += 2) {
 			step(t, even, odd, truth<false>());
@@ -770,7 +756,7 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1)
 				barrier_init(shared + AT_PASSING_FETCHED + 8 * i, 1);
 				barrier_init(shared + AT_PASSING_EMPTY + 8 * i, 4 * OWNERS);
 			}
-			for (int i = 0; i < PIECE_STAGES; i++) {
+			for (int i = 0; i < TILE_PIECES; i++) {
 				barrier_init(shared + AT_PIECE_FULL + 8 * i, 1);
 				barrier_init(shared + AT_PIECE_EMPTY + 8 * i, 4);
 			}
