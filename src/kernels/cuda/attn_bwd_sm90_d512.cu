@@ -33,7 +33,7 @@ enum {
 	PIECE_BYTES = TILE_BYTES(PASSING, PIECE_COLUMNS),
 	TILE_PIECES = 512 / PIECE_COLUMNS,
 	/* steps of 16 columns, the last ones, whose owned rows a warpgroup holds in registers */
-	HELD = 12,
+	HELD = 15,
 	HELD_TOO = 8,
 	AT_OWNED_TOO = TILE_BYTES(OWNED, 512 - 16 * HELD),
 	AT_PASSING = AT_OWNED_TOO + TILE_BYTES(OWNED, 512 - 16 * HELD_TOO),
@@ -198,7 +198,7 @@ DEVICE source source_of(const arguments &x, int map, int row, int head, int batc
 template <int rows, int columns>
 DEVICE void load_rows(uint32_t to, const source &s, uint32_t barrier, int row, int column) {
 #pragma unroll
-	for (int i = 0; i < columns / 64; i++)
+	for (int i = 0; i < PANELS(columns); i++)
 #pragma unroll
 		for (int j = 0; j < rows / BOX_ROWS; j++)
 			load_box(to + i * rows * 128 + j * BOX_ROWS * 128, s.map, barrier, column + i * 64,
@@ -225,7 +225,7 @@ enum {
 };
 static_assert(Q_CHUNKS == 4 && DOUT_CHUNKS == 2 && CHUNK_STAGES == 6, "sum_values goes by it");
 static_assert(TILE_PIECES == 4, "answer_tiles goes by it");
-static_assert(HELD % 4 == 0 && HELD_TOO % 4 == 0 && HELD_TOO <= PIECE_COLUMNS / 16, "whole panels, of one piece");
+static_assert(HELD_TOO <= PIECE_COLUMNS / 16, "of one piece");
 static_assert((int)AT_PASS_END <= (int)LONG_SHARED_BYTES && (int)AT_VALUE_END <= (int)LONG_SHARED_BYTES,
               "barriers fit");
 
@@ -497,10 +497,6 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 		uint32_t ds[PASSING / 4];
 		float p[PASSING / 2];
 		if constexpr (!last) multiply(ahead, t + 1);
-		if (keys) {
-			read_numbers(numbers, delta);
-			delta += PASSING;
-		}
 		barrier_wait(shared + AT_WEIGHTS + 8 * warp, t & 1);
 #pragma unroll
 		for (int i = 0; i < PASSING / 2; i += 4)
@@ -516,7 +512,7 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 		hide_unseen(ds, w, sees, (same(w.first_tile) + at) * PASSING);
 		if (++at == tiles) {
 			at = 0;
-			if (keys) delta += a.number[ROW_TILES] * BM - tiles * PASSING;
+			if (keys) delta += a.number[ROW_TILES] * BM;
 		}
 #pragma unroll
 		for (int i = 0; i < PASSING / 4; i += 4)
@@ -526,6 +522,8 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 		__syncwarp();
 		if (leader) barrier_arrive(shared + AT_ANSWERED + 8 * warp);
 		if constexpr (!last) {
+			/* early: they come from afar */
+			if (keys) read_numbers(numbers, delta + at * PASSING);
 			wgmma_wait<2>();
 			release(0);
 			release(1);
@@ -548,6 +546,7 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 		multiply(even, 0);
 		wgmma_wait<0>();
 		pin(even);
+		if (keys) read_numbers(numbers, delta);
 		for (int i = 0; i < TILE_PIECES; i++) release(i);
 		int t = 0;
 		for (; t + 2 < turns; t += 2) {
