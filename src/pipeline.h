@@ -131,13 +131,16 @@ struct ingot__device;
 
 struct ingot__step;
 
-/* A tensor of 16-bit elements as a GPU's copy engine fetches boxes of it into swizzled shared memory. An axis of extent 1 may
- * have any stride that is a multiple of 8 elements and not 0. */
+/* A tensor of 16-bit elements as a GPU's copy engine fetches boxes of it into shared memory. An axis of extent 1 may have any
+ * stride that is a multiple of 8 elements and not 0. */
 typedef struct ingot__tensor_map {
 	const void *data;  /* aligned to 16 bytes */
 	int64_t extent[4]; /* columns, rows, heads, batches; each at least 1 */
 	int64_t stride[3]; /* elements from row to row, head to head, batch to batch: multiples of 8 below 2^39 */
-	uint32_t box[2];   /* columns and rows that one copy takes: 64 and at most 256 */
+	uint32_t
+		box[2]; /* columns and rows that one copy takes: 64, or as many up to 256 as the tensor has, and at most 256 */
+	bool straight;     /* rows of a box follow one another; else, of 64 columns, they are swizzled by 128 bytes */
+	bool in_workspace; /* data counts from the workspace's begin */
 	uint32_t at;       /* byte of the arguments where its 128 bytes go, a multiple of 64 */
 } ingot__tensor_map;
 
@@ -218,7 +221,7 @@ typedef struct ingot__step {
 } ingot__step;
 
 #define INGOT__STEPS 4
-#define INGOT__MAPS 6
+#define INGOT__MAPS 7
 #define INGOT__ARGUMENTS 2048
 #define INGOT__PLAN_NUMBERS 24
 

@@ -39,6 +39,7 @@ enum {
 	FUNCTION_DYNAMIC_SHARED_MOST = 8,
 	LAUNCH_PROGRAMMATIC_SERIALIZATION = 6,
 	MAP_UINT16 = 1,
+	MAP_SWIZZLE_NONE = 0,
 	MAP_SWIZZLE_128 = 3,
 	MAP_PROMOTION_256 = 3
 };
@@ -357,8 +358,9 @@ static ingot_status encode(const ingot__tensor_map *maps, int count, unsigned ch
 		for (int i = 0; i < 3; i++) stride[i] = (uint64_t)m->stride[i] * 2;
 		const unsigned box[4] = {m->box[0], m->box[1], 1, 1};
 		/* bits are moved, not numbers: any type of 16 bits serves */
-		const CUresult e = cuTensorMapEncodeTiled(map, MAP_UINT16, 4, (void *)(uintptr_t)m->data, extent, stride, box,
-		                                          dense, 0, MAP_SWIZZLE_128, MAP_PROMOTION_256, 0);
+		const CUresult e =
+			cuTensorMapEncodeTiled(map, MAP_UINT16, 4, (void *)(uintptr_t)m->data, extent, stride, box, dense, 0,
+		                           m->straight ? MAP_SWIZZLE_NONE : MAP_SWIZZLE_128, MAP_PROMOTION_256, 0);
 		if (e) return driver_failed(e, "a tensor map cannot be made");
 		memcpy(arguments + m->at, map, sizeof map);
 	}

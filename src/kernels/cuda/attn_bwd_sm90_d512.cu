@@ -73,8 +73,8 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 				  dk_end = dq_end + (p->dk.dtype != INGOT_NONE ? key_blocks * heads_k : 0),
 				  blocks = dk_end + (p->dv.dtype != INGOT_NONE ? value_blocks * parts * heads_k : 0);
 	if (blocks == 0 || (!rows && !keys)) return;
-	out->maps = MAPS;
-	out->arguments_size = (uint32_t)(MAPS_AT + 128 * (size_t)MAPS);
+	out->maps = USED_MAPS;
+	out->arguments_size = (uint32_t)(MAPS_AT + 128 * (size_t)USED_MAPS);
 	a->number[ROW_TILES] = (int32_t)row_tiles;
 	a->number[KEY_BLOCKS] = (int32_t)key_blocks;
 	a->number[VALUE_BLOCKS] = (int32_t)value_blocks;
@@ -765,7 +765,7 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1)
 			}
 		}
 		barrier_init_done();
-		for (int i = 0; i < MAPS; i++) prefetch_map(&x.map[i]);
+		for (int i = 0; i < USED_MAPS; i++) prefetch_map(&x.map[i]);
 	}
 	block_barrier();
 	const job &w = *(const job *)(memory + AT_JOB);

@@ -167,11 +167,9 @@ DEVICE void share_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char 
 					ds[i] = matrix<element>::pack(low_half(ds[i]) * (s[2 * i] + numbers[i / 2 * 2]),
 					                              high_half(ds[i]) * (s[2 * i + 1] + numbers[i / 2 * 2 + 1]));
 				hide_masked(ds, w, sees, turn_of(memory, t));
+				barrier_arrive(shared + AT_PASSED_EMPTY + 8 * passing);
 				__syncwarp();
-				if (leader) {
-					barrier_arrive(shared + AT_PASSED_EMPTY + 8 * passing);
-					barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
-				}
+				if (leader) barrier_arrive(shared + AT_DOUT_EMPTY + 8 * stage);
 				if constexpr (!LATE_SUM) {
 					add_dk(t, ds, first);
 					end_dk(t);

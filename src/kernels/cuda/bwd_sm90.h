@@ -20,9 +20,10 @@
 #endif
 
 enum { CLASS_PLAIN, CLASS_MASKED }; /* masked: causal, window, variable length */
-enum { Q_MAP, DOUT_MAP, K_MAP, V_MAP, MAPS };
+enum { Q_MAP, DOUT_MAP, K_MAP, V_MAP, INPUT_MAPS, NUMBERS_MAP = INPUT_MAPS, MAPS };
 /* Of the second kernel for dQ, whose blocks of keys may be of another size. */
 enum { DQ_K_MAP = MAPS, DQ_V_MAP, ALL_MAPS };
+#define USED_MAPS (LONG_HEADS ? INPUT_MAPS : ADDS_DQ ? MAPS : ALL_MAPS)
 /* numbers: tiles of a query head, blocks of a key head, heads worked on together; of the second kernel for dQ, blocks of rows;
  * whether keys are drawn from the workspace's counter */
 enum { ROW_TILES, KEY_BLOCKS, SECTION, MOVES, ROW_BLOCKS, ROW_SECTION, DRAWS };
@@ -164,7 +165,7 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	const int64_t tiles = row_tiles * p->batch * p->heads_q, blocks = key_blocks * p->batch * p->heads_k;
 	const bool rows = p->q.shape[0] && p->q.shape[2], keys = p->k.shape[0] && p->k.shape[2];
 	if ((tiles == 0 && blocks == 0) || (!rows && !keys)) return;
-	out->maps = ADDS_DQ ? MAPS : ALL_MAPS;
+	out->maps = USED_MAPS;
 	out->arguments_size = (uint32_t)(MAPS_AT + 128 * (size_t)out->maps);
 	a->number[ROW_TILES] = (int32_t)row_tiles;
 	a->number[KEY_BLOCKS] = (int32_t)key_blocks;
@@ -188,6 +189,16 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 		out->map[DQ_V_MAP] = map_of(DQ_V_MAP, v, DQ_KEYS(head));
 	}
 	out->workspace_bytes = (uint64_t)tiles * (uint64_t)(tile * (ADDS_DQ * head + 2) * 4) + 16;
+	/* tiles' LSE, then tiles' delta */
+	const int64_t some = tiles > 0 ? tiles : 1;
+	out->map[NUMBERS_MAP] =
+		(ingot__tensor_map){.at = (uint32_t)(MAPS_AT + 128 * (size_t)NUMBERS_MAP),
+	                        .data = (const void *)(uintptr_t)(ADDS_DQ * (uint64_t)tiles * (uint64_t)(tile * head * 4)),
+	                        .in_workspace = true,
+	                        .straight = true,
+	                        .extent = {2 * tile, some, 2, 1},
+	                        .stride = {2 * tile, 2 * tile * some, 8},
+	                        .box = {2 * (uint32_t)tile, 1}};
 	a->number[DRAWS] = tiles > 0 && blocks > device->multiprocessors;
 	if (tiles > 0)
 		out->step[out->steps++] =
@@ -235,7 +246,9 @@ enum {
 	Q_BYTES = TILE_BYTES(BM, HEAD),
 	DOUT_BYTES = TILE_BYTES(BM, VALUE),
 	PASS_BYTES = PASSED_BYTES(HEAD),
-	PASSERS = 4 * (SHARES_KEYS(HEAD) ? 1 : OWNERS), /* warps that write what passes, and warps that read it */
+	PASSERS = 4 * (SHARES_KEYS(HEAD) ? 1 : OWNERS), /* warps that write what passes */
+	/* and who reads it: lanes, where no product does. All of them arrive, as racecheck sees what a lane did itself alone. */
+	PASSED_READERS = SHARES_KEYS(HEAD) ? 128 : PASSERS,
 	NUMBERS_BYTES = BM * 4,
 	/* sums of dK and dV fill two thirds of an owner's registers */
 	TIGHT = HEAD == 192 && ADDS_DQ,
@@ -279,10 +292,9 @@ static_assert(AT_END <= SHARED_BYTES(HEAD, VALUE) && ROWS_STAGES <= TURNS,
 
 struct arguments {
 	ingot__gpu_args a;
-	tensor_map map[ADDS_DQ || LONG_HEADS ? MAPS : ALL_MAPS];
+	tensor_map map[USED_MAPS];
 };
-static_assert(sizeof(arguments) == MAPS_AT + 128 * (ADDS_DQ || LONG_HEADS ? MAPS : ALL_MAPS),
-              "as the host half lays it out");
+static_assert(sizeof(arguments) == MAPS_AT + 128 * USED_MAPS, "as the host half lays it out");
 
 /* ---- the workspace: where dQ is added an fp32 image of it, tile by tile as warps hold it; two numbers a row; a counter ---------------------- */
 
@@ -502,7 +514,7 @@ DEVICE void fetch(const arguments &x, uint32_t shared, unsigned char *memory) {
 				barrier_expect(q_arrived, Q_BYTES + NUMBERS_BYTES);
 				load_tile<HEAD, BM>(shared + AT_Q + stage * Q_BYTES, &x.map[Q_MAP], q_arrived, w.q_row + at * BM,
 				                    at_head(Q_MAP, head), at_batch(Q_MAP, w.q_slot));
-				load_bytes(shared + AT_LSE + stage * NUMBERS_BYTES, lse_numbers(x.a, tile), NUMBERS_BYTES, q_arrived);
+				load_box(shared + AT_LSE + stage * NUMBERS_BYTES, &x.map[NUMBERS_MAP], q_arrived, 0, tile, 0, 0);
 				if (i == 0 && head == w.head * x.a.group) {
 					const uint32_t k_arrived = shared + (clears_keys(x.a, w) ? AT_KEYS_FETCHED : AT_KEYS_FULL);
 					barrier_wait(shared + AT_KEYS_EMPTY, ~keys & 1);
@@ -519,8 +531,7 @@ DEVICE void fetch(const arguments &x, uint32_t shared, unsigned char *memory) {
 				barrier_expect(dout_arrived, DOUT_BYTES + NUMBERS_BYTES);
 				load_tile<VALUE, BM>(shared + AT_DOUT + stage * DOUT_BYTES, &x.map[DOUT_MAP], dout_arrived,
 				                     w.q_row + at * BM, at_head(DOUT_MAP, head), at_batch(DOUT_MAP, w.q_slot));
-				load_bytes(shared + AT_DELTA + stage * NUMBERS_BYTES, delta_numbers(x.a, tile), NUMBERS_BYTES,
-				           dout_arrived);
+				load_box(shared + AT_DELTA + stage * NUMBERS_BYTES, &x.map[NUMBERS_MAP], dout_arrived, 0, tile, 1, 0);
 			}
 		block = draw();
 	}
@@ -968,7 +979,7 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1) attn_bwd_sm9
 		}
 		for (int i = 0; i < STAGES; i++) {
 			barrier_init(shared + AT_PASSED_FULL + 8 * i, PASSERS);
-			barrier_init(shared + AT_PASSED_EMPTY + 8 * i, PASSERS);
+			barrier_init(shared + AT_PASSED_EMPTY + 8 * i, PASSED_READERS);
 		}
 		barrier_init_done();
 		for (int i = 0; i < MAPS; i++) prefetch_map(&x.map[i]);

@@ -126,12 +126,6 @@ DEVICE void load_tile(uint32_t to, const tensor_map *map, uint32_t barrier, int 
 #pragma unroll
 	for (int i = 0; i < PANELS(columns); i++) load_box(to + i * rows * 128, map, barrier, i * 64, row, head, batch);
 }
-/* Bytes as they lie, a multiple of 16. */
-DEVICE void load_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
-	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-	             "l"(from), "r"(bytes), "r"(barrier)
-	             : "memory");
-}
 /* Adds floats in shared memory to those in global memory; part of this thread's stores. */
 DEVICE void add_floats(float *to, uint32_t from, int bytes) {
 	asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
