@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(128) attn_bwd_sm90_dq(const __grid_
 	const int i0 = (tile - head * a.number[ROW_TILES]) * BM + (BY_ROWS ? slab * 64 : 0);
 	const int column0 = BY_ROWS ? 0 : slab * 64;
 	const span q = rows_of(a, batch);
+	wait_for_step_before();
 	if (i0 >= q.count || column0 >= a.head_dim) return;
 	const float *const from = dq_image(a, tile) + part_at(slab, warp);
 #pragma unroll

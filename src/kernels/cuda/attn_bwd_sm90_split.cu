@@ -323,8 +323,12 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1)
 	const int warpgroup = same(warp_id()) / 4, warp = same(warp_id()) % 4;
 	const dq_work &w = *(const dq_work *)(memory + DQ_AT_WORK);
 
+	/* Nothing is needed of the step before, which has waited for that before it. But what follows in the stream waits for this one. */
 	dq_work mine;
-	if (!look(a, blockIdx.x, mine)) return;
+	if (!look(a, blockIdx.x, mine)) {
+		wait_for_step_before();
+		return;
+	}
 	if (thread_id() == 0) {
 		*(dq_work *)(memory + DQ_AT_WORK) = mine;
 		barrier_init(shared + DQ_AT_ROWS_FULL, 1);
@@ -345,6 +349,7 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1)
 		registers_release<24>();
 		if (blocks > 0 && warp == 0 && lane_id() == 0) fetch(x, w, shared);
 		if (MASKED && blocks > 0 && warp == 1) clear(a, w, shared, memory);
+		wait_for_step_before();
 		return;
 	}
 

@@ -169,12 +169,13 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	out->arguments_size = (uint32_t)(MAPS_AT + 128 * (size_t)out->maps);
 	a->number[ROW_TILES] = (int32_t)row_tiles;
 	a->number[KEY_BLOCKS] = (int32_t)key_blocks;
-	/* blocks differ in length where later keys are seen by fewer rows, or lengths are the device's */
+	/* blocks differ in length where later keys are seen by fewer rows, or lengths are the device's. Blocks of threads draw them: few
+	 * heads even out */
 	const bool uneven = p->features & INGOT__VARLEN || (p->right != INGOT__NO_BOUND && p->left == INGOT__NO_BOUND);
 	a->number[SECTION] = 1;
 	if (uneven && blocks > 0)
 		a->number[SECTION] =
-			(int32_t)section_heads(device, p->batch * p->heads_k, 1, key_blocks,
+			(int32_t)even_sections(device, p->batch * p->heads_k, 1, 8,
 		                           (double)(p->group * p->q_side.max_seqlen) *
 		                               (double)(2 * p->head_dim + 2 * p->head_dim_v + ADDS_DQ * 4 * head));
 	a->number[MOVES] = moves(Q_MAP, &p->q) | moves(DOUT_MAP, &p->dout) | moves(K_MAP, &p->k) | moves(V_MAP, &p->v);
@@ -209,11 +210,13 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 		                  .kernel = kernels[1],
 		                  .block = {128 * (OWNERS + 1), 1, 1},
 		                  .shared_bytes = (uint32_t)SHARED_BYTES(head, value),
+		                  .early = tiles > 0,
 		                  .grid = {(uint32_t)(a->number[DRAWS] ? device->multiprocessors : blocks), 1, 1}};
 	if (tiles > 0 && ADDS_DQ)
 		out->step[out->steps++] = (ingot__step){.name = "dq",
 		                                        .kernel = kernels[2],
 		                                        .block = {128, 1, 1},
+		                                        .early = blocks > 0,
 		                                        .grid = {(uint32_t)tiles * (uint32_t)DQ_SLABS(head), 1, 1}};
 	if (tiles > 0 && !ADDS_DQ) {
 		const int64_t row_blocks = divide_up(p->q_side.max_seqlen, DQ_ROWS);
@@ -227,6 +230,7 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 		                                        .kernel = kernels[2],
 		                                        .block = {128 * (OWNERS + 1), 1, 1},
 		                                        .shared_bytes = (uint32_t)DQ_SHARED_BYTES(head, value),
+		                                        .early = blocks > 0,
 		                                        .grid = {(uint32_t)(row_blocks * p->batch * p->heads_q), 1, 1}};
 	}
 }
@@ -346,6 +350,7 @@ extern "C" __global__ void __launch_bounds__(256) attn_bwd_sm90_rows(const __gri
 	const int head = tile / a.number[ROW_TILES], i0 = (tile - head * a.number[ROW_TILES]) * BM;
 	const int batch = head / a.heads_q, h = head - batch * a.heads_q;
 	const span q = rows_of(a, batch);
+	start_next_step();
 	if (tile == 0 && thread_id() == 0) *counter(a) = 0;
 	if (i0 >= q.count) return;
 	const element *const out = (const element *)a.out + row_offset(a.out_stride, q, h, i0 + first) + lane * 8;
@@ -492,6 +497,8 @@ DEVICE void fetch(const arguments &x, uint32_t shared, unsigned char *memory) {
 	auto at_batch = [&](int map, int batch) { return moves & MOVES_BATCH(map) ? batch : 0; };
 	auto draw = [&] { return x.a.number[DRAWS] ? (int)gridDim.x + atomicAdd(counter(x.a), 1) : blocks; };
 	int t = 0, keys = 0, block = blockIdx.x;
+	wait_for_step_before(); /* for rows' numbers, zeros of dQ, the counter */
+	start_next_step();
 #pragma unroll 1
 	for (int n = 0;; n++) {
 		work &w = work_at(memory, n);

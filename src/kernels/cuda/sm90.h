@@ -37,17 +37,22 @@ static inline ingot__tensor_map map_of(int index, const ingot_tensor *t, int row
 	return m;
 }
 
-/* How many heads, in whole groups, are worked on together where tiles differ in length: the longest come first, so that blocks end
- * together, but the `bytes` that the tiles of a group share must stay in the second-level cache. Some tiles a multiprocessor at
- * least, lest nothing evens out. */
-static inline int64_t section_heads(const ingot__device *device, int64_t heads, int64_t group, int64_t tiles,
+/* How many heads, `least` groups or more, are worked on together where tiles differ in length: the longest come first, so that
+ * blocks end together, but the `bytes` that the tiles of a group share must stay in the second-level cache. */
+static inline int64_t even_sections(const ingot__device *device, int64_t heads, int64_t group, int64_t least,
                                     double bytes) {
 	const int64_t cached = (int64_t)((double)device->l2_bytes * 9 / 16 / (bytes > 1 ? bytes : 1));
-	const int64_t busy = (device->multiprocessors * 7 / 2 + tiles * group - 1) / (tiles * group);
-	const int64_t most = (cached > busy ? cached : busy) * group;
+	const int64_t most = (cached > least ? cached : least) * group;
 	if (most >= heads) return heads;
 	const int64_t sections = (heads + most - 1) / most, even = (heads + sections - 1) / sections;
 	return (even + group - 1) / group * group;
+}
+
+/* Likewise for blocks that take a section's tiles in turn: some for each multiprocessor at least, lest nothing evens out. */
+static inline int64_t section_heads(const ingot__device *device, int64_t heads, int64_t group, int64_t tiles,
+                                    double bytes) {
+	return even_sections(device, heads, group, (device->multiprocessors * 7 / 2 + tiles * group - 1) / (tiles * group),
+	                     bytes);
 }
 
 #else
