@@ -5,11 +5,11 @@
  * place of five. Nothing is added in memory, so that results do not depend on the order in which blocks run. A first kernel computes
  * each row's numbers. One launch has all the blocks: a small problem has few of a kind.
  *
- * A block for dK owns 64 keys, whose K and V stay in shared memory while Q and dO pass by in tiles of 32 rows; a block for dQ owns 64
- * rows of Q and dO, and K and V pass by. Two warpgroups divide the products: the first computes S and P, the second dP and dS, each
- * the left half of dS times Q (or K) or the right. A thread hands its weights to the thread of its place in the other
- * warpgroup and gets dS back in the same memory. The second is one tile of dP ahead, and begins with it when half of S is done, so that
- * it has something to multiply while weights and dS pass.
+ * A block for dK owns 64 keys, whose K and V stay in place while Q and dO pass by in tiles of 32 rows; a block for dQ owns 64 rows of
+ * Q and dO, and K and V pass by. Two warpgroups divide the products: the first computes S and P, the second dP and dS, each the left
+ * half of dS times Q (or K) or the right. A thread hands its weights to the thread of its place in the other warpgroup and gets dS back
+ * in the same memory. Meanwhile S and dP of the next tile are multiplied. Products of 64 by 32 read shared memory more than they
+ * multiply: the last columns of what is owned are held in registers, which also makes room for the tiles.
  *
  * A block for dV is as the forward's: two warpgroups own 64 keys each and 256 columns, for both halves of which S is computed.
  */
@@ -475,12 +475,12 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 	};
 	auto multiply_piece = [&](float(&g)[PASSING / 2], int t, auto number) {
 		constexpr int piece = decltype(number)::value, first = piece * PIECE_COLUMNS / 16,
-					  end = first + PIECE_COLUMNS / 16;
+					  end = first + PIECE_COLUMNS / 16, owned_end = piece < TILE_PIECES - 1 ? end : end - HELD_TOO;
 		const uint64_t owned = my_rows(shared, AT_OWNED_TOO),
 					   from = owned + ((AT_PIECES - AT_OWNED_TOO + piece * PIECE_BYTES) >> 4);
 		barrier_wait(shared + AT_PIECE_FULL + 8 * piece, t & 1);
 		wgmma_fence();
-		multiply_owned < first, piece<TILE_PIECES - 1 ? end : end - HELD_TOO, first / 4>(g, owned, from);
+		multiply_owned<first, owned_end, first / 4>(g, owned, from);
 		if constexpr (piece == TILE_PIECES - 1) multiply_held<HELD_TOO, first / 4>(g, held, from);
 		wgmma_commit();
 	};
