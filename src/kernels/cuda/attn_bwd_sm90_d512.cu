@@ -213,8 +213,9 @@ enum {
 	AT_PASSING_EMPTY = AT_PASSING_FETCHED + 8 * PASSING_STAGES,
 	AT_PIECE_FULL = AT_PASSING_EMPTY + 8 * PASSING_STAGES,
 	AT_PIECE_EMPTY = AT_PIECE_FULL + 8 * TILE_PIECES,
-	AT_WEIGHTS = AT_PIECE_EMPTY + 8 * TILE_PIECES, /* for each warp and its opposite: P is there */
-	AT_ANSWERED = AT_WEIGHTS + 8 * 4,              /* and dS */
+	/* for each warp and its opposite: P is there, and dS. All lanes arrive, as racecheck sees what a lane did itself alone. */
+	AT_WEIGHTS = AT_PIECE_EMPTY + 8 * TILE_PIECES,
+	AT_ANSWERED = AT_WEIGHTS + 8 * 4,
 	AT_PASS_END = AT_ANSWERED + 8 * 4,
 	/* and of a block for dV */
 	AT_K_FULL = AT_BARRIERS,
@@ -418,8 +419,7 @@ template <bool keys> DEVICE void weigh_tiles(const ingot__gpu_args &a, const job
 			asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mail + i / 4 * 2048), "f"(s[i]),
 			             "f"(s[i + 1]), "f"(s[i + 2]), "f"(s[i + 3])
 			             : "memory");
-		__syncwarp();
-		if (leader) barrier_arrive(shared + AT_WEIGHTS + 8 * warp);
+		barrier_arrive(shared + AT_WEIGHTS + 8 * warp);
 	};
 	/* the sums of turn t, whose P is handed over, and P of the next */
 	auto step = [&](int t, auto is_last) {
@@ -519,8 +519,7 @@ template <bool keys> DEVICE void answer_tiles(const ingot__gpu_args &a, const jo
 			asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mail + i / 4 * 2048), "r"(ds[i]),
 			             "r"(ds[i + 1]), "r"(ds[i + 2]), "r"(ds[i + 3])
 			             : "memory");
-		__syncwarp();
-		if (leader) barrier_arrive(shared + AT_ANSWERED + 8 * warp);
+		barrier_arrive(shared + AT_ANSWERED + 8 * warp);
 		if constexpr (!last) {
 			/* early: they come from afar */
 			if (keys) read_numbers(numbers, delta + at * PASSING);
@@ -760,8 +759,8 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1)
 				barrier_init(shared + AT_PIECE_EMPTY + 8 * i, 4);
 			}
 			for (int i = 0; i < 4; i++) {
-				barrier_init(shared + AT_WEIGHTS + 8 * i, 1);
-				barrier_init(shared + AT_ANSWERED + 8 * i, 1);
+				barrier_init(shared + AT_WEIGHTS + 8 * i, 32);
+				barrier_init(shared + AT_ANSWERED + 8 * i, 32);
 			}
 		}
 		barrier_init_done();

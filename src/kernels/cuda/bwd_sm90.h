@@ -851,6 +851,7 @@ DEVICE void own_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char *m
 			}
 			hide_masked(ds, w, sees, turn_of(memory, t));
 			if (!ADDS_DQ) {
+				__syncwarp(); /* all lanes have read what the leader gives back */
 				if (!LATE_DK) {
 					wgmma_fence();
 					multiply_keys<HEAD>(dk, ds, q_columns + (stage * Q_BYTES >> 4), !first);
