@@ -93,34 +93,49 @@ static int64_t step_of(int64_t d, int order) {
 	return step;
 }
 
-/* x without what lies more than 13 bits below the first bit of `most`. */
-static double cut(double x, double most) {
-	int exponent;
-	(void)frexp(most, &exponent);
-	const double unit = ldexp(1, exponent - 1 - 13);
-	return trunc(x / unit) * unit;
+/* The e of 2^e <= |x| < 2^(e + 1); of no use for 0. */
+static int exponent_of(double x) {
+	uint64_t bits;
+	memcpy(&bits, &x, sizeof bits);
+	return (int)(bits >> 52 & 0x7ff) - 1023;
 }
 
-/* What a matrix unit that keeps 14 bits makes of a sum and n more terms: all are aligned to the largest, and so is the result to
- * itself. Hopper's does so in e4m3 with 32 terms a time. */
-static double add_cut(double sum, const double *term, int64_t n) {
-	double most = fabs(sum), all = sum;
-	for (int64_t i = 0; i < n; i++) {
-		most = fmax(most, fabs(term[i]));
-		all += term[i];
-	}
-	if (most == 0 || !isfinite(all)) return all;
-	all = cut(sum, most);
-	for (int64_t i = 0; i < n; i++) all += cut(term[i], most);
-	return all == 0 ? 0 : cut(all, all);
+/* The exponent an e4m3 number is stored with: numbers below 2^-6 have that of 2^-6. */
+static int stored_exponent(double x) {
+	const int exponent = exponent_of(x);
+	return exponent < -6 ? -6 : exponent;
 }
 
+/* q.k as Hopper's matrix units make it of e4m3, 32 products a time. These and the sum so far are aligned to the largest exponent, and
+ * 13 bits behind the point are kept of each; so they are of the new sum, aligned to itself. A product is not normalised before: its
+ * exponent is the sum of those that its factors are stored with, be it 2 or more, or below 1 by a subnormal factor. */
 static double dot_cut(const float *q, const double *k, int64_t d) {
 	double sum = 0, term[32];
 	for (int64_t from = 0; from < d; from += 32) {
 		const int64_t n = d - from < 32 ? d - from : 32;
-		for (int64_t c = 0; c < n; c++) term[c] = (double)q[from + c] * k[from + c];
-		sum = add_cut(sum, term, n);
+		double exact = sum;
+		bool any = sum != 0;
+		int most = any ? exponent_of(sum) : 0;
+		for (int64_t c = 0; c < n; c++) {
+			term[c] = (double)q[from + c] * k[from + c];
+			exact += term[c];
+			if (term[c] == 0 || !isfinite(term[c])) continue;
+			const int exponent = stored_exponent((double)q[from + c]) + stored_exponent(k[from + c]);
+			if (!any || exponent > most) most = exponent;
+			any = true;
+		}
+		if (!any || !isfinite(exact)) {
+			sum = exact;
+			continue;
+		}
+		const double steps = ldexp(1, 13 - most); /* of what is kept, to 1 */
+		double all = trunc(sum * steps);
+		for (int64_t c = 0; c < n; c++) all += trunc(term[c] * steps);
+		if (all != 0) {
+			const double own = ldexp(1, exponent_of(all) - 13);
+			all = trunc(all / own) * own;
+		}
+		sum = all / steps;
 	}
 	return sum;
 }

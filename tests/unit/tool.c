@@ -245,6 +245,13 @@ static void test_the_textbook_in_8_bits(void **state) {
 	oracle_run(&o);
 	assert_true(fabs(o.lse[0] - log(exp(16 + 0x1p-10) + exp(second) + exp(15.0))) < 1e-12);
 	oracle_release(&o);
+	/* 1.5 * 1.5 is 2.25, but its exponent the sum of 0 and 0, so 2^-13 stays beside it, while as a sum 2.25 + 2^-13 does not */
+	const float factors[3] = {1.5f, 0x1p-6f, 1}, keys[6] = {1.5f, 0x1p-7f, -1.5f, 1.5f, 0x1p-7f, 0};
+	const int64_t two = 2;
+	o.q = factors, o.k = keys, o.d = 3, o.len_k = &two, o.max_k = 2, o.eight_bit = true;
+	oracle_run(&o);
+	assert_true(fabs(o.lse[0] - log(exp(0.75 + 0x1p-13) + exp(2.25))) < 1e-12);
+	oracle_release(&o);
 }
 
 /* The rates of ingot bench count what its call does: pairs and keys of the lengths, which are full where none are given. */
