@@ -7,7 +7,7 @@
  * and P V of the one before, under which it does the softmax. Two sets of registers for P, by turns: while the products read one,
  * the softmax packs the other.
  *
- * Maxima are taken of the first two blocks and of those that a mask cuts. Elsewhere the reference stays, and a block's sums tell
+ * Maxima are taken of the first 256 keys and of blocks that a mask cuts. Elsewhere the reference stays, and a block's sums tell
  * whether a weight may have outgrown P's type; its scores are then computed once more, by the products of a warp, and its maxima
  * taken.
  *
@@ -36,11 +36,15 @@ enum { TILES_PER_HEAD, SECTION, EVEN, STEPS }; /* numbers */
 #define V_STAGES 3
 #define T_STAGES 2
 #define FOLD_KEYS 512
+/* Whose maxima are taken. */
+#define FIRST_KEYS 256
 /* V transposed: a row of 128 bytes for each column, a byte for each key. Two blocks of 64 keys share rows. */
 #define TURNED_BYTES(head) ((head) * 128 * T_STAGES * KEYS(head) / 128)
-/* A row warpgroup's output on its way out, which is also where sums are folded if they fit there, else in the workspace. */
-#define FOLD_SHARED(head) ((head) <= 128)
-#define OUT_BYTES(head) (OWNERS * 64 * (head) * (FOLD_SHARED(head) ? 4 : 2))
+/* A row warpgroup's output on its way out, which is also where sums are folded: in fp32, or in bf16 where that leaves no room. */
+#ifndef FOLD_HALF
+#define FOLD_HALF(head) ((head) > 128)
+#endif
+#define OUT_BYTES(head) (OWNERS * 64 * (head) * (FOLD_HALF(head) ? 2 : 4))
 #define CONTROL_BYTES 512
 #define SHARED_BYTES(head)                                                                                 \
 	(Q_STAGES(head) * BYTE_TILE(64 * OWNERS, head) + (K_STAGES + V_STAGES) * BYTE_TILE(KEYS(head), head) + \
@@ -49,11 +53,12 @@ enum { TILES_PER_HEAD, SECTION, EVEN, STEPS }; /* numbers */
 
 #ifdef INGOT_HOST
 
-#define IMAGE(head, class, name) {"e4m3_d" #head "_" name, "-DHEAD=" #head " -DCLASS=" #class, 0}
-#define IMAGES(head) IMAGE(head, 0, "plain"), IMAGE(head, 1, "masked")
+#define IMAGE(head, class, name, spills) {"e4m3_d" #head "_" name, "-DHEAD=" #head " -DCLASS=" #class, spills}
+#define IMAGES(head, spills) IMAGE(head, 0, "plain", spills), IMAGE(head, 1, "masked", 0)
 
-static const ingot__image_variant images[] = {IMAGES(64), IMAGES(128)};
-static const int sizes[] = {64, 128};
+/* what spills at 256 is the transposing warps' place among tiles */
+static const ingot__image_variant images[] = {IMAGES(64, 0), IMAGES(128, 0), IMAGES(192, 0), IMAGES(256, 16)};
+static const int sizes[] = {64, 128, 192, 256};
 enum { SIZES = sizeof sizes / sizeof *sizes };
 static const char *const kernels[] = {"attn_fwd_sm90_fp8", NULL};
 
@@ -77,7 +82,7 @@ static const char *refuse(const ingot__problem *p, const ingot__device *device, 
 	                 "it multiplies e4m3: q, k and v must be F8_E4M3");
 	INGOT__REFUSE_IF(p->out.dtype != INGOT_F16 && p->out.dtype != INGOT_BF16, "out must be fp16 or bf16");
 	const int size = size_index(p);
-	INGOT__REFUSE_IF(size == SIZES, "a head size above 128: at 256 its registers spill");
+	INGOT__REFUSE_IF(size == SIZES, "a head size above 256");
 	INGOT__REFUSE_IF(p->head_dim % 16 || p->head_dim_v % 16,
 	                 "a head size that is no multiple of 16: rows are copied in 16-byte pieces");
 	const char *const why = refuse_features(p);
@@ -113,8 +118,6 @@ static void plan(const ingot__problem *p, const ingot__device *device, int threa
 	out->map[OUT_MAP] = map_of(OUT_MAP, &p->out, 64);
 	out->maps = MAPS;
 	const int64_t blocks = tiles < device->multiprocessors ? tiles : device->multiprocessors;
-	if (!FOLD_SHARED(head) && p->k_side.max_seqlen > FOLD_KEYS)
-		out->workspace_bytes = (uint64_t)(blocks * OWNERS * 64 * head) * sizeof(float);
 	out->step[out->steps++] = (ingot__step){.name = "rows",
 	                                        .kernel = kernels[0],
 	                                        .block = {THREADS, 1, 1},
@@ -149,11 +152,13 @@ enum {
 	TURNED_STEP = BN == 64 ? 64 : HEAD * 128,
 	OUT_GROUP_BYTES = OUT_BYTES(HEAD) / OWNERS,
 	FOLD_BLOCKS = FOLD_KEYS / BN,
-	Q_HELD = HEAD <= 128,
+	FOLD_HALF_IMAGE = FOLD_HALF(HEAD),
+	Q_HELD = HEAD <= 192, /* in registers */
 	OUT_PARTS = HEAD <= 128 ? 1 : 2,
-	OWNER_REGISTERS = 216,
-	HELPER_REGISTERS = 32,
-	TURNER_REGISTERS = 48,
+	PART = HEAD / OUT_PARTS / 2, /* a lane's elements of one */
+	OWNER_REGISTERS = HEAD <= 192 ? 216 : 224,
+	HELPER_REGISTERS = HEAD <= 192 || MASKED ? 32 : 24,
+	TURNER_REGISTERS = (512 - OWNERS * OWNER_REGISTERS) - HELPER_REGISTERS,
 	/* shared memory */
 	AT_K = Q_STAGES(HEAD) * Q_BYTES,
 	AT_V = AT_K + K_STAGES * KV_BYTES,
@@ -267,7 +272,7 @@ template <bool clear> DEVICE void turn_values(uint32_t from, uint32_t to, int to
 	/* Pieces of 16 columns are the warps' in turn. Swizzled places differ in bits: as place_of has them, of few instructions. */
 	const uint32_t source = from + place_of<BN>(high * 8 + low, warp);
 	const uint32_t target = to + place_of<HEAD>(warp * 16 + column, to_piece + (high >> 1));
-	enum { STEPS_OF_WARP = HEAD / 64 * (BN / 32), AHEAD = 4 };
+	enum { STEPS_OF_WARP = HEAD / 64 * (BN / 32), AHEAD = HEAD <= 128 ? 4 : 2 };
 #pragma unroll
 	for (int begin = 0; begin < STEPS_OF_WARP; begin += AHEAD) {
 		uint32_t r[AHEAD][4];
@@ -301,19 +306,16 @@ DEVICE void turn_tiles(const ingot__gpu_args &a, uint32_t shared, const unsigned
 	ring<T_STAGES> turned = {0, 0};
 	const bool leader = lane_id() == 0;
 	for (;;) {
-		const tile t = queue::next(shared, memory, place);
-		__syncwarp();
-		if (leader) queue::done(shared, place);
-		place.next();
+		const tile &t = queue::next(shared, memory, place); /* in its place to the end, lest registers hold it */
 		if (t.blocks < 0) return;
 		for (int n = t.blocks - 1; n >= 0; n--) {
-			const int j0 = (t.first_block + n) * BN;
 			const uint32_t from = shared + AT_V + v.stage * KV_BYTES;
 			/* two blocks of 64 keys share rows */
 			const uint32_t to = shared + AT_TURNED + (BN == 64 ? 0 : turned.stage * TURNED_STEP);
 			const int to_piece = BN == 64 ? turned.stage * 4 : 0;
 			barrier_wait(shared + AT_V_FULL + 8 * v.stage, v.parity);
 			barrier_wait(shared + AT_TURNED_EMPTY + 8 * turned.stage, turned.parity ^ 1);
+			const int j0 = (t.first_block + n) * BN;
 			if (needs_clearing<MASKED, BN>(a, t, j0))
 				turn_values<true>(from, to, to_piece, warp, t.live_first - j0, t.live_last - j0);
 			else turn_values<false>(from, to, to_piece, warp, 0, BN);
@@ -326,6 +328,9 @@ DEVICE void turn_tiles(const ingot__gpu_args &a, uint32_t shared, const unsigned
 			v.next();
 			turned.next();
 		}
+		__syncwarp();
+		if (leader) queue::done(shared, place);
+		place.next();
 	}
 }
 
@@ -370,6 +375,7 @@ template <int n> struct products;
 		}                                                                                                            \
 	};
 PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37)
+PRODUCTS(96, 48, 48, 49, 50, 51, 52, 53)
 PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69)
 
 DEVICE void multiply_qk(float (&s)[BN / 2], const uint32_t (&held)[HEAD / 8], uint64_t q, uint64_t k) {
@@ -382,16 +388,16 @@ DEVICE void multiply_qk(float (&s)[BN / 2], const uint32_t (&held)[HEAD / 8], ui
 }
 
 /* By at most 128 columns: an instruction's registers must fit into those that a thread has before it claims more. */
-DEVICE void multiply_pv(float (&out)[OUT_PARTS][HEAD / OUT_PARTS / 2], const uint32_t (&p)[BN / 8], uint64_t v,
-                        int add) {
+DEVICE void multiply_pv(float (&out)[OUT_PARTS][PART], const uint32_t (&p)[BN / 8], uint64_t v, int add) {
 #pragma unroll
 	for (int n = 0; n < OUT_PARTS; n++)
 #pragma unroll
 		for (int i = 0; i < BN / 32; i++)
-			products<HEAD / OUT_PARTS>::held(out[n], &p[4 * i], v + ((n * 128 * 128 + i * 32) >> 4), i > 0 ? 1 : add);
+			products<HEAD / OUT_PARTS>::held(out[n], &p[4 * i], v + ((n * HEAD / OUT_PARTS * 128 + i * 32) >> 4),
+			                                 i > 0 ? 1 : add);
 }
 
-DEVICE void pin_all(float (&out)[OUT_PARTS][HEAD / OUT_PARTS / 2]) {
+DEVICE void pin_all(float (&out)[OUT_PARTS][PART]) {
 #pragma unroll
 	for (int n = 0; n < OUT_PARTS; n++) pin(out[n]);
 }
@@ -489,16 +495,75 @@ struct warp_product {
 	}
 };
 
-DEVICE void shrink(float (&out)[OUT_PARTS][HEAD / OUT_PARTS / 2], float fade0, float fade1) {
+DEVICE void shrink(float (&out)[OUT_PARTS][PART], float fade0, float fade1) {
 #pragma unroll
-	for (int i = 0; i < HEAD / 2; i++) out[i / 64][i % 64] *= i & 2 ? fade1 : fade0;
+	for (int i = 0; i < HEAD / 2; i++) out[i / PART][i % PART] *= i & 2 ? fade1 : fade0;
 }
 
-/* Two elements of each of a lane's rows. */
-DEVICE float4 folded_sum(float4 folded, const float *out, float fade0, float fade1) {
-	return make_float4(fmaf(folded.x, fade0, out[0]), fmaf(folded.y, fade0, out[1]), fmaf(folded.z, fade1, out[2]),
-	                   fmaf(folded.w, fade1, out[3]));
+/* What has been taken out of the matrix units, in this lane's part of `memory`, and what is still in them. In bf16 the units keep
+ * the rest, so that no bit is lost. */
+#if FOLD_HALF(HEAD)
+typedef uint4 folded_part; /* of 8 elements */
+DEVICE float2 two_of(uint32_t x) {
+	return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
+DEVICE void add_folded(float *o, uint32_t x, float fade) {
+	const float2 had = two_of(x);
+	o[0] = fmaf(had.x, fade, o[0]);
+	o[1] = fmaf(had.y, fade, o[1]);
+}
+/* Rounds to bf16 and leaves the rest. */
+DEVICE uint32_t take_out(float *o) {
+	const uint32_t x = matrix<__nv_bfloat16>::pack(o[0], o[1]);
+	const float2 has = two_of(x);
+	o[0] -= has.x;
+	o[1] -= has.y;
+	return x;
+}
+DEVICE void add_folded(float (&out)[OUT_PARTS][PART], const folded_part *memory, float fade0, float fade1) {
+#pragma unroll
+	for (int i = 0; i < HEAD / 16; i++) {
+		float *const o = &out[8 * i / PART][8 * i % PART];
+		const folded_part part = memory[i * 128];
+		add_folded(o, part.x, fade0);
+		add_folded(o + 2, part.y, fade1);
+		add_folded(o + 4, part.z, fade0);
+		add_folded(o + 6, part.w, fade1);
+	}
+}
+DEVICE void fold(folded_part *memory, float (&out)[OUT_PARTS][PART]) {
+#pragma unroll
+	for (int i = 0; i < HEAD / 16; i++) {
+		float *const o = &out[8 * i / PART][8 * i % PART];
+		folded_part part;
+		part.x = take_out(o);
+		part.y = take_out(o + 2);
+		part.z = take_out(o + 4);
+		part.w = take_out(o + 6);
+		memory[i * 128] = part;
+	}
+}
+#else
+typedef float4 folded_part; /* of 4 elements */
+DEVICE void add_folded(float (&out)[OUT_PARTS][PART], const folded_part *memory, float fade0, float fade1) {
+#pragma unroll
+	for (int i = 0; i < HEAD / 8; i++) {
+		float *const o = &out[4 * i / PART][4 * i % PART];
+		const folded_part part = memory[i * 128];
+		o[0] = fmaf(part.x, fade0, o[0]);
+		o[1] = fmaf(part.y, fade0, o[1]);
+		o[2] = fmaf(part.z, fade1, o[2]);
+		o[3] = fmaf(part.w, fade1, o[3]);
+	}
+}
+DEVICE void fold(folded_part *memory, float (&out)[OUT_PARTS][PART]) {
+#pragma unroll
+	for (int i = 0; i < HEAD / 8; i++) {
+		const float *const o = &out[4 * i / PART][4 * i % PART];
+		memory[i * 128] = make_float4(o[0], o[1], o[2], o[3]);
+	}
+}
+#endif
 
 /* ---- the end of a tile ---------------------------------------------------------------------------------------------------- */
 
@@ -555,15 +620,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 		a.features & 0x80000000u; /* 0, unknown to the compiler, which would give both sets of P one place */
 	const bool leader = lane == 0;
 	const uint64_t k_operand = operand(shared + AT_K, 16), v_operand = operand(shared + AT_TURNED, 16);
-	float4 *const folded =
-		(FOLD_SHARED(HEAD) ? (float4 *)(memory + AT_OUT + group * OUT_GROUP_BYTES)
-	                       : (float4 *)a.workspace + ((index_t)blockIdx.x * OWNERS + group) * (16 * HEAD)) +
-		warp * 32 + lane;
+	folded_part *const folded = (folded_part *)(memory + AT_OUT + group * OUT_GROUP_BYTES) + warp * 32 + lane;
 	ring<TILE_STAGES> place = {0, 0};
 	ring<Q_STAGES(HEAD)> q = {0, 0};
 	ring<K_STAGES> k = {0, 0};
 	ring<T_STAGES> v = {0, 0};
-	float s[BN / 2], out[OUT_PARTS][HEAD / OUT_PARTS / 2];
+	float s[BN / 2], out[OUT_PARTS][PART];
 	uint32_t p[BN / 8], next[BN / 8], held[HEAD / 8];
 	rows r;
 
@@ -675,20 +737,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 				pin_all(out);
 				if (leader) barrier_arrive(shared + AT_TURNED_EMPTY + 8 * v_stage);
 				if (++held_blocks == FOLD_BLOCKS) {
-					if (FOLD_SHARED(HEAD) && !folds) { /* where the last tile's output may still be */
+					if (folds) {
+						add_folded(out, folded, fold_fade0, fold_fade1);
+					} else { /* where the last tile's output may still be */
 						if (warp == 0 && leader) store_wait_read();
 						warpgroup_barrier(group);
 					}
-#pragma unroll
-					for (int i = 0; i < HEAD / 8; i++) {
-						float *const o = &out[i / 16][i % 16 * 4];
-						float4 sum = make_float4(o[0], o[1], o[2], o[3]);
-						if (folds) sum = folded_sum(folded[i * 128], o, fold_fade0, fold_fade1);
-						folded[i * 128] = sum;
-					}
+					fold(folded, out);
 					folds = true;
 					fold_fade0 = fold_fade1 = 1;
-					held_blocks = add = 0;
+					held_blocks = 0;
+					add = FOLD_HALF_IMAGE;
 				}
 			};
 			/* without maxima; with them where that fails */
@@ -701,7 +760,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 				complete();
 			};
 			/* pairs of blocks without maxima, for the two places of weights */
-			const int fast_from = min(high_from, blocks - 2);
+			const int fast_from = min(high_from, blocks - FIRST_KEYS / BN);
 			for (int n = blocks - 2; n >= 0;) {
 				if (n >= fast_from || n < low_to || (n - low_to) % 2 == 0) {
 					issue(p);
@@ -727,14 +786,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 			pin_all(out);
 			if (leader) barrier_arrive(shared + AT_TURNED_EMPTY + 8 * v.stage);
 			v.next();
-			if (folds) {
-#pragma unroll
-				for (int i = 0; i < HEAD / 8; i++) {
-					float *const o = &out[i / 16][i % 16 * 4];
-					const float4 sum = folded_sum(folded[i * 128], o, fold_fade0, fold_fade1);
-					o[0] = sum.x, o[1] = sum.y, o[2] = sum.z, o[3] = sum.w;
-				}
-			}
+			if (folds) add_folded(out, folded, fold_fade0, fold_fade1);
 		}
 
 		/* read again here, lest registers hold it, and what comes of it, through the loop */
@@ -754,7 +806,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 		if (MASKED && __any_sync(0xffffffffu, factor0 == 0.0f || factor1 == 0.0f)) {
 #pragma unroll
 			for (int i = 0; i < HEAD / 2; i++)
-				if ((i & 2 ? factor1 : factor0) == 0.0f) out[i / 64][i % 64] = 0;
+				if ((i & 2 ? factor1 : factor0) == 0.0f) out[i / PART][i % PART] = 0;
 		}
 		const float v_factor = descale_of(a.v_descale, a.v_descale_stride, t.batch, head_k);
 		if (factor0 != 0.0f) factor0 *= v_factor;
@@ -767,7 +819,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_fwd_sm90_fp8(const
 #pragma unroll
 		for (int i = 0; i < HEAD / 8; i += 2) {
 			const uint32_t to = shared + at + place_of<64>(warp * 16 + (lane & 15), i + (lane >> 4));
-			const float *const o = &out[i / 16][i % 16 * 4];
+			const float *const o = &out[4 * i / PART][4 * i % PART];
 			store_matrix4(to, two_results(bf16, o[0] * factor0, o[1] * factor0),
 			              two_results(bf16, o[2] * factor1, o[3] * factor1),
 			              two_results(bf16, o[4] * factor0, o[5] * factor0),
