@@ -41,9 +41,7 @@ enum { TILES_PER_HEAD, SECTION, EVEN, STEPS }; /* numbers */
 /* V transposed: a row of 128 bytes for each column, a byte for each key. Two blocks of 64 keys share rows. */
 #define TURNED_BYTES(head) ((head) * 128 * T_STAGES * KEYS(head) / 128)
 /* A row warpgroup's output on its way out, which is also where sums are folded: in fp32, or in bf16 where that leaves no room. */
-#ifndef FOLD_HALF
 #define FOLD_HALF(head) ((head) > 128)
-#endif
 #define OUT_BYTES(head) (OWNERS * 64 * (head) * (FOLD_HALF(head) ? 2 : 4))
 #define CONTROL_BYTES 512
 #define SHARED_BYTES(head)                                                                                 \
