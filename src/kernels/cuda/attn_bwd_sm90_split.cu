@@ -101,11 +101,9 @@ DEVICE void share_keys(const ingot__gpu_args &a, uint32_t shared, unsigned char 
 						"st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(passed + passing * PASS_BYTES + i * 2048),
 						"r"(p[4 * i]), "r"(p[4 * i + 1]), "r"(p[4 * i + 2]), "r"(p[4 * i + 3])
 						: "memory");
+				barrier_arrive(shared + AT_PASSED_FULL + 8 * passing);
 				__syncwarp();
-				if (leader) {
-					barrier_arrive(shared + AT_PASSED_FULL + 8 * passing);
-					barrier_arrive(shared + AT_Q_EMPTY + 8 * stage);
-				}
+				if (leader) barrier_arrive(shared + AT_Q_EMPTY + 8 * stage);
 				if constexpr (!LATE_SUM) {
 					add_dv(t, p, first);
 					end_dv(t);

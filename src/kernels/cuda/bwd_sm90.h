@@ -250,9 +250,9 @@ enum {
 	Q_BYTES = TILE_BYTES(BM, HEAD),
 	DOUT_BYTES = TILE_BYTES(BM, VALUE),
 	PASS_BYTES = PASSED_BYTES(HEAD),
-	PASSERS = 4 * (SHARES_KEYS(HEAD) ? 1 : OWNERS), /* warps that write what passes */
-	/* and who reads it: lanes, where no product does. All of them arrive, as racecheck sees what a lane did itself alone. */
-	PASSED_READERS = SHARES_KEYS(HEAD) ? 128 : PASSERS,
+	/* who tells that he has written what passes, or read it: warps, or lanes where no product reads it, as racecheck sees what the lane
+	 * that arrives has done itself alone */
+	PASSERS = SHARES_KEYS(HEAD) ? 128 : 4 * OWNERS,
 	NUMBERS_BYTES = BM * 4,
 	/* sums of dK and dV fill two thirds of an owner's registers */
 	TIGHT = HEAD == 192 && ADDS_DQ,
@@ -987,7 +987,7 @@ extern "C" __global__ void __launch_bounds__(128 * (OWNERS + 1), 1) attn_bwd_sm9
 		}
 		for (int i = 0; i < STAGES; i++) {
 			barrier_init(shared + AT_PASSED_FULL + 8 * i, PASSERS);
-			barrier_init(shared + AT_PASSED_EMPTY + 8 * i, PASSED_READERS);
+			barrier_init(shared + AT_PASSED_EMPTY + 8 * i, PASSERS);
 		}
 		barrier_init_done();
 		for (int i = 0; i < MAPS; i++) prefetch_map(&x.map[i]);
