@@ -113,6 +113,7 @@ static uint16_t encode_f16(float value) {
 	if (isnan(value)) return (uint16_t)(sign | 0x7e00);
 	const float magnitude = fabsf(value);
 	if (magnitude >= 65520) return (uint16_t)(sign | 0x7c00);
+	if (magnitude == 0) return sign;
 	/* In units of the last place the rounding is nearbyint's, to even; a carry moves on into the exponent. */
 	int exponent;
 	(void)frexpf(magnitude, &exponent);

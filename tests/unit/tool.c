@@ -117,6 +117,11 @@ static void test_values_agree_with_the_library(void **state) {
 			/* signbit of a negative number is any value but 0, and not the same one wherever it is compiled. */
 			if (!(a == b || (isnan(a) && isnan(b))) || !signbit(a) != !signbit(b))
 				fail_msg("%s code 0x%x: %g and %g", tool_dtype_name(dtype), code, (double)a, (double)b);
+			/* zeros of both signs are among them, which no random number meets */
+			uint32_t again = 0;
+			tool_store(&again, 0, dtype, a);
+			if (again != cell && isfinite(a))
+				fail_msg("%s code 0x%x: stored again 0x%x", tool_dtype_name(dtype), code, again);
 		}
 		for (uint64_t i = 0; i < 400000; i++) {
 			uint32_t bits = (uint32_t)tool_hash(5, (uint64_t)dtype, i);
