@@ -16,9 +16,6 @@ static const ingot__operator_def *const operators[INGOT__OPERATORS] = {
 	[INGOT__ATTN_DROPOUT_MASK] = &ingot__attn_dropout_mask_def,
 };
 
-static const char *const dtype_names[] = {"INGOT_NONE",    "INGOT_F32",     "INGOT_F16",          "INGOT_BF16",
-                                          "INGOT_F8_E4M3", "INGOT_F8_E5M2", "INGOT_F8_E4M3_FNUZ", "INGOT_F8_E5M2_FNUZ",
-                                          "INGOT_I32",     "INGOT_I64",     "INGOT_U64",          "INGOT_BOOL"};
 static const uint8_t dtype_sizes[] = {0, 4, 2, 2, 1, 1, 1, 1, 4, 8, 8, 1};
 enum { DTYPES = sizeof dtype_sizes };
 
@@ -87,12 +84,11 @@ static ingot_status bad_dtype(const char *name, int32_t dtype, unsigned allowed)
 	for (int i = 1; i < DTYPES; i++)
 		if (allowed >> i & 1) {
 			if (*list) strcat(list, ", ");
-			strcat(list, dtype_names[i] + sizeof "INGOT_" - 1);
+			strcat(list, ingot__dtype_name(i));
 		}
 	if (dtype < 0 || dtype >= DTYPES)
 		return ingot__fail(INGOT_INVALID, "%s.dtype is %d, which is no dtype; allowed are %s", name, dtype, list);
-	return ingot__fail(INGOT_INVALID, "%s.dtype is %s; allowed are %s", name, dtype_names[dtype] + sizeof "INGOT_" - 1,
-	                   list);
+	return ingot__fail(INGOT_INVALID, "%s.dtype is %s; allowed are %s", name, ingot__dtype_name(dtype), list);
 }
 
 /* A tensor by itself, present or required. On OK, strides of axes of extent <= 1 and everything past ndim are 0. */

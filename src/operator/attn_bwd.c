@@ -61,7 +61,8 @@ static ingot_status need_dbias(const ingot__problem *p) {
 	if (b->dtype == INGOT_BOOL)
 		return ingot__fail(INGOT_INVALID, "dbias is given but bias is BOOL, which has no gradient");
 	if (g->dtype != INGOT_F32 && g->dtype != b->dtype)
-		return ingot__fail(INGOT_INVALID, "dbias.dtype must be F32 or bias's type");
+		return ingot__fail(INGOT_INVALID, "dbias.dtype is %s; allowed are F32 and bias's type, here %s",
+		                   ingot__dtype_name(g->dtype), ingot__dtype_name(b->dtype));
 	const int64_t full[4] = {p->batch, p->heads_q, p->q_side.max_seqlen, p->k_side.max_seqlen};
 	for (int a = 0; a < 4; a++) {
 		const bool broadcast = b->shape[a] != full[a] || b->stride[a] == 0;

@@ -69,7 +69,8 @@ static ingot_status normalize(const ingot__raw *raw, ingot__problem *p) {
 			return ingot__fail(INGOT_INVALID, "%s.ndim is %d; separate parts are 4-D, one stacked part is 5-D", name,
 			                   t->ndim);
 		if (t->dtype != first->dtype)
-			return ingot__fail(INGOT_INVALID, "%s.dtype is not that of out_parts[0]; parts must be of one type", name);
+			return ingot__fail(INGOT_INVALID, "%s.dtype is %s and that of out_parts[0] %s; parts must be of one type",
+			                   name, ingot__dtype_name(t->dtype), ingot__dtype_name(first->dtype));
 		for (int a = 0; a < 4; a++)
 			if ((s = ingot__need_extent(name, t, a, p->out.shape[a], "as out"))) return s;
 		snprintf(name, sizeof name, "lse_parts[%d]", i);

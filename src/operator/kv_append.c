@@ -29,8 +29,9 @@ static const ingot__field fields[] = {
 static ingot_status need_pair(const char *name, const ingot_tensor *fresh, const ingot_tensor *cache,
                               const char *fresh_name) {
 	if (cache->dtype != fresh->dtype && cache->dtype < INGOT_F8_E4M3)
-		return ingot__fail(INGOT_INVALID, "%s.dtype is not %s's; the cache has the new rows' type or an 8-bit one",
-		                   name, fresh_name);
+		return ingot__fail(INGOT_INVALID,
+		                   "%s.dtype is %s and %s's %s; the cache has the new rows' type or an 8-bit one", name,
+		                   ingot__dtype_name(cache->dtype), fresh_name, ingot__dtype_name(fresh->dtype));
 	return INGOT_OK;
 }
 

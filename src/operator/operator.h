@@ -79,6 +79,8 @@ extern const ingot__operator_def ingot__attn_fwd_def, ingot__attn_bwd_def, ingot
 
 /* ---- relations, each OK or a sentence (relations.c) ---------------------------------------------------------------- */
 
+/* "F32"; of a dtype that is one, or NONE. */
+const char *ingot__dtype_name(int32_t dtype);
 /* tensor.shape[axis] must equal `want`, which is `meaning`. */
 ingot_status ingot__need_extent(const char *name, const ingot_tensor *tensor, int axis, int64_t want,
                                 const char *meaning);

@@ -7,6 +7,12 @@
 
 #define L(x) ((long long)(x))
 
+const char *ingot__dtype_name(int32_t dtype) {
+	static const char *const names[] = {"NONE",         "F32",          "F16", "BF16", "F8_E4M3", "F8_E5M2",
+	                                    "F8_E4M3_FNUZ", "F8_E5M2_FNUZ", "I32", "I64",  "U64",     "BOOL"};
+	return names[dtype];
+}
+
 ingot_status ingot__need_extent(const char *name, const ingot_tensor *t, int axis, int64_t want, const char *meaning) {
 	if (t->shape[axis] == want) return INGOT_OK;
 	return ingot__fail(INGOT_INVALID, "%s.shape[%d] is %lld; it must be %lld (%s)", name, axis, L(t->shape[axis]),
@@ -325,11 +331,13 @@ static bool aligned(const ingot_tensor *t, int size) {
 
 static ingot_status need_types(const ingot__problem *p) {
 	const int32_t q = p->q.dtype, k = p->k.dtype;
-	if (p->v.dtype != k) return ingot__fail(INGOT_INVALID, "v.dtype is not k.dtype; K and V must be of one type");
+	if (p->v.dtype != k)
+		return ingot__fail(INGOT_INVALID, "v.dtype is %s and k.dtype %s; K and V must be of one type",
+		                   ingot__dtype_name(p->v.dtype), ingot__dtype_name(k));
 	if (k == q) return INGOT_OK;
 	if (eight_bit(k) && (q == INGOT_F16 || q == INGOT_BF16)) return INGOT_OK;
-	return ingot__fail(INGOT_INVALID,
-	                   "k.dtype does not go with q.dtype; allowed are q's type, or 8-bit with q F16 or BF16");
+	return ingot__fail(INGOT_INVALID, "k.dtype is %s and q.dtype %s; allowed are q's type, or 8-bit with q F16 or BF16",
+	                   ingot__dtype_name(k), ingot__dtype_name(q));
 }
 
 static ingot_status need_bias(ingot__problem *p) {
@@ -337,8 +345,8 @@ static ingot_status need_bias(ingot__problem *p) {
 	if (b->dtype == INGOT_NONE) return INGOT_OK;
 	const int32_t wide = eight_bit(p->q.dtype) ? p->out.dtype : p->q.dtype;
 	if (b->dtype != INGOT_F32 && b->dtype != INGOT_BOOL && b->dtype != wide)
-		return ingot__fail(INGOT_INVALID, "bias.dtype is neither F32 nor BOOL nor the type of %s",
-		                   eight_bit(p->q.dtype) ? "out" : "q");
+		return ingot__fail(INGOT_INVALID, "bias.dtype is %s; allowed are F32, BOOL and %s's type, here %s",
+		                   ingot__dtype_name(b->dtype), eight_bit(p->q.dtype) ? "out" : "q", ingot__dtype_name(wide));
 	const int64_t full[4] = {p->batch, p->heads_q, p->q_side.max_seqlen, p->k_side.max_seqlen};
 	static const char *const meaning[4] = {"batch", "Hq", "max_seqlen_q", "max_seqlen_k"};
 	for (int a = 0; a < 4; a++)

@@ -202,14 +202,14 @@ static void test_attention_fields(void **state) {
 	REFUSED(fwd, ATTN_FWD, p.q = VIEW(BF16, 2, 4, 5, 513); p.k = VIEW(BF16, 2, 2, 7, 513), "head_dim", "1 to 512");
 	ACCEPTED(fwd, ATTN_FWD, p.q = VIEW(BF16, 2, 4, 5, 576); p.k = VIEW(BF16, 2, 2, 7, 576);
 	         p.v = VIEW(BF16, 2, 2, 7, 512); p.out = VIEW(BF16, 2, 4, 5, 512));
-	REFUSED(fwd, ATTN_FWD, p.k.dtype = INGOT_F16, "v.dtype", "one type");
-	REFUSED(fwd, ATTN_FWD, p.k.dtype = p.v.dtype = INGOT_F16, "k.dtype", "q's type");
+	REFUSED(fwd, ATTN_FWD, p.k.dtype = INGOT_F16, "v.dtype is BF16 and k.dtype F16", "one type");
+	REFUSED(fwd, ATTN_FWD, p.k.dtype = p.v.dtype = INGOT_F16, "k.dtype is F16 and q.dtype BF16", "q's type");
 	ACCEPTED(fwd, ATTN_FWD, p.k.dtype = p.v.dtype = INGOT_F8_E4M3);
 	ACCEPTED(fwd, ATTN_FWD, p.q.dtype = p.k.dtype = p.v.dtype = INGOT_F8_E5M2);
 	REFUSED(fwd, ATTN_FWD, p.q.dtype = INGOT_F32; p.k.dtype = p.v.dtype = INGOT_F8_E4M3, "k.dtype", "F16 or BF16");
 	REFUSED(fwd, ATTN_FWD, p.out.dtype = INGOT_F8_E4M3, "out.dtype", "F32, F16, BF16");
 	REFUSED(fwd, ATTN_FWD, p.bias = VIEW(BF16, 2, 4, 5, 6), "bias.shape[3]", "must be 7");
-	REFUSED(fwd, ATTN_FWD, p.bias = VIEW(F16, 2, 4, 5, 7), "bias.dtype", "F32");
+	REFUSED(fwd, ATTN_FWD, p.bias = VIEW(F16, 2, 4, 5, 7), "bias.dtype is F16", "F32, BOOL and q's type, here BF16");
 	REFUSED(fwd, ATTN_FWD, p.bias = VIEW(F32, 4, 5, 7), "bias.ndim", "4");
 	ACCEPTED(fwd, ATTN_FWD, p.bias = VIEW(BOOL, 1, 1, 1, 7));
 	ACCEPTED(fwd, ATTN_FWD, p.bias = VIEW(F32, 2, 4, 5, 7); p.bias.stride[3] = 0);
@@ -273,7 +273,8 @@ static void test_attention_fields(void **state) {
 	REFUSED(bwd, ATTN_BWD, p.bias = VIEW(BOOL, 2, 4, 5, 7); p.dbias = VIEW(F32, 2, 4, 5, 7), "dbias", "BOOL");
 	REFUSED(bwd, ATTN_BWD, p.bias = VIEW(F32, 2, 4, 5, 7);
 	        p.dbias = VIEW(F32, 1, 4, 5, 7), "dbias.shape[0]", "must be 2");
-	REFUSED(bwd, ATTN_BWD, p.bias = VIEW(F32, 2, 4, 5, 7); p.dbias = VIEW(F16, 2, 4, 5, 7), "dbias.dtype", "F32");
+	REFUSED(bwd, ATTN_BWD, p.bias = VIEW(F32, 2, 4, 5, 7);
+	        p.dbias = VIEW(F16, 2, 4, 5, 7), "dbias.dtype is F16", "F32");
 	REFUSED(bwd, ATTN_BWD, p.dsink = VIEW(F32, 4), "dsink", "sink is absent");
 	REFUSED(bwd, ATTN_BWD, p.sink = VIEW(F32, 4); p.dsink = VIEW(F32, 2), "dsink.shape[0]", "must be 4");
 }
@@ -288,7 +289,8 @@ static void test_other_fields(void **state) {
 	REFUSED(merge, ATTN_MERGE, p.out_parts[1].dtype = p.lse_parts[1].dtype = INGOT_NONE, "out_parts[2]", "gap");
 	REFUSED(merge, ATTN_MERGE, p.lse_parts[1].dtype = INGOT_NONE, "lse_parts[1]", "both");
 	REFUSED(merge, ATTN_MERGE, p.lse_parts[7] = p.lse, "lse_parts[7]", "both");
-	REFUSED(merge, ATTN_MERGE, p.out_parts[1].dtype = INGOT_F16, "out_parts[1].dtype", "one type");
+	REFUSED(merge, ATTN_MERGE, p.out_parts[1].dtype = INGOT_F16, "out_parts[1].dtype is F16",
+	        "[0] F32; parts must be of one type");
 	REFUSED(merge, ATTN_MERGE, p.out_parts[2].shape[1] = 3, "out_parts[2].shape[1]", "must be 4");
 	REFUSED(merge, ATTN_MERGE, p.lse_parts[2].shape[2] = 3, "lse_parts[2].shape[2]", "must be 5");
 	REFUSED(merge, ATTN_MERGE, p.out_parts[0] = VIEW(F32, 3, 2, 4, 5, 8), "out_parts[1]", "stacked");
@@ -306,7 +308,7 @@ static void test_other_fields(void **state) {
 	REFUSED(append, KV_APPEND, p.varlen = 0x0600, "lengths_after", "must be 1");
 	REFUSED(append, KV_APPEND, p.k.shape[1] = p.v.shape[1] = 3, "k.shape[1]", "must be 2");
 	REFUSED(append, KV_APPEND, p.v.shape[2] = 6, "v.shape[2]", "must be 7");
-	REFUSED(append, KV_APPEND, p.k.dtype = INGOT_F16, "k.dtype", "8-bit");
+	REFUSED(append, KV_APPEND, p.k.dtype = INGOT_F16, "k.dtype is F16 and k_new's BF16", "8-bit");
 	REFUSED(append, KV_APPEND, p.k_descale = VIEW(F32, 1), "k_descale", "not 8-bit");
 	REFUSED(append, KV_APPEND, p.k_lengths = VIEW(I32, 3), "k_lengths.shape[0]", "must be 2");
 	REFUSED(append, KV_APPEND, p.new_lengths = VIEW(I32, 2), "new_lengths", "ignored");
