@@ -184,6 +184,12 @@ ingot_status ingot__need_sides(const ingot__raw *raw, ingot__problem *p, const c
 	if (!q_stacked && !k_stacked && !paged &&
 	    (s = ingot__need_extent(k, &p->k, 0, batch, q_prefix[0] == 'q' ? "batch, as q" : "batch, as k_new")))
 		return s;
+	/* Forgotten: else the arrays that have one entry a sequence would be at fault. */
+	if (q_stacked && batch == 0 &&
+	    (raw->q_lengths.shape[0] > ((q_byte >> 1 & 3) == INGOT_LENGTH_CUMULATIVE) ||
+	     raw->k_lengths.shape[0] > ((k_byte >> 1 & 3) == INGOT_LENGTH_CUMULATIVE) || raw->page_table.shape[0] > 0 ||
+	     raw->page_indptr.shape[0] > 1))
+		return ingot__fail(INGOT_INVALID, "batch is 0; it is mandatory where %s is stacked", q);
 	const bool mandatory = q_stacked || k_stacked || csr;
 	if (raw->batch != batch && (mandatory || raw->batch != 0))
 		return ingot__fail(INGOT_INVALID, "batch is %lld; it must be %lld, the storage's%s", L(raw->batch), L(batch),

@@ -261,6 +261,12 @@ static void test_attention_fields(void **state) {
 	REFUSED(fwd, ATTN_FWD, p.varlen = INGOT_VARLEN_COMPACT; p.q = p.out = VIEW(BF16, 1, 4, 5, 8);
 	        p.lse = VIEW(F32, 4, 5); p.k = p.v = VIEW(BF16, 1, 2, 7, 8); p.q_lengths = p.k_lengths = VIEW(I32, 4);
 	        p.batch = 3; p.max_seqlen_q = 5, "max_seqlen_k", "mandatory");
+	REFUSED(fwd, ATTN_FWD, p.varlen = INGOT_VARLEN_COMPACT; p.q = p.out = VIEW(BF16, 1, 4, 5, 8);
+	        p.lse = VIEW(F32, 4, 5); p.k = p.v = VIEW(BF16, 1, 2, 7, 8); p.q_lengths = p.k_lengths = VIEW(I32, 4);
+	        p.max_seqlen_q = p.max_seqlen_k = 5, "batch is 0", "mandatory where q is stacked");
+	REFUSED(fwd, ATTN_FWD, p.varlen = 0x040B; p.q = p.out = VIEW(BF16, 1, 4, 5, 8); p.lse = VIEW(F32, 4, 5);
+	        p.k = p.v = VIEW(BF16, 6, 4, 2, 8); p.q_lengths = VIEW(I32, 4); p.k_lengths = VIEW(I32, 3);
+	        p.page_table = VIEW(I32, 3, 2); p.max_seqlen_q = 5, "batch is 0", "mandatory where q is stacked");
 
 	ACCEPTED(bwd, ATTN_BWD, p.dq.dtype = p.dk.dtype = p.dv.dtype = INGOT_NONE);
 	ACCEPTED(bwd, ATTN_BWD, p.bias = VIEW(BF16, 1, 4, 5, 7); p.dbias = VIEW(F32, 1, 4, 5, 7));
