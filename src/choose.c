@@ -334,6 +334,27 @@ static void add_figures(const ingot__problem *problem, const knowledge *k, ingot
 		}
 }
 
+/* The names that could have been meant: those of the implementations whose instructions the device has. */
+static ingot_status not_found(const char *backend, const knowledge *k, int op) {
+	char names[512] = "";
+	size_t length = 0;
+	for (int n = 0; n < k->count[op]; n++) {
+		const ingot__impl *const impl = ingot__impls[k->impl[op][n]];
+		if (!k->of[k->impl[op][n]].runs) continue;
+		const int more =
+			snprintf(names + length, sizeof names - length, "%s%s/%s", length ? ", " : "", impl->family, impl->name);
+		if (more < 0 || (size_t)more >= sizeof names - length) {
+			names[length] = 0; /* whole names only */
+			break;
+		}
+		length += (size_t)more;
+	}
+	return ingot__fail(
+		INGOT_NOT_FOUND,
+		"options.backend is \"%.80s\"; allowed for %s on this device are the names, families and variants of %s",
+		backend, operator_names[op], length ? names : "none");
+}
+
 ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *device, const ingot_options *options,
                            ingot__choice *choice) {
 	const char *backend = options->backend ? options->backend : "";
@@ -375,11 +396,7 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 			c->refusal = "no pack holds its image for this device";
 		if (!c->refusal) able++;
 	}
-	if (force && !named)
-		return ingot__fail(
-			INGOT_NOT_FOUND,
-			"options.backend is \"%.80s\"; no implementation of %s on this device has that name, family or variant",
-			backend, operator_names[problem->op]);
+	if (force && !named) return not_found(backend, k, problem->op);
 	if (able > 1 || (options->flags & INGOT_STRICT) || ingot__log_wants(3)) add_figures(problem, k, choice);
 	const ingot__candidate *best = NULL;
 	for (int c = 0; c < choice->candidates; c++) {

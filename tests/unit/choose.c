@@ -106,6 +106,7 @@ static void test_forced(void **state) {
 		if (choose(device, wrong[i], 0) != INGOT_NOT_FOUND) fail_msg("\"%s\" was found", wrong[i]);
 		expect_sentence("options.backend");
 		expect_sentence(wrong[i]);
+		expect_sentence("reference/attn_fwd_reference"); /* what is allowed */
 		assert_null(choice.impl);
 	}
 	char long_name[5000];
