@@ -293,7 +293,10 @@ ingot_status ingot__pack_write(const char *path, const char *arch, const char *t
 		return ingot__fail(INGOT_IMAGE, "pack %s cannot be written: %s", path, strerror(errno));
 	}
 	ingot_status s = write_pack(file, path, arch, toolchain, items, count);
-	if (!s && fchmod(file, 0644))
+	/* mkstemp's 0600 would surprise: the pack gets what open would have given it. */
+	const mode_t mask = umask(0);
+	umask(mask);
+	if (!s && fchmod(file, 0666 & ~mask))
 		s = ingot__fail(INGOT_IMAGE, "pack %s: its mode cannot be set: %s", path, strerror(errno));
 	close(file);
 	if (!s && rename(temporary, path))

@@ -279,6 +279,13 @@ def test_a_killed_build_leaves_nothing_half_made(tmp_path):
     assert verify(tmp_path / "ingot-sm_90a.pack").returncode == 0
 
 
+def test_a_pack_is_as_open_as_the_umask_lets_it_be(pack, tmp_path):
+    for umask, mode in (0o077, 0o600), (0o022, 0o644):
+        merged = tmp_path / f"{mode:o}.pack"
+        assert command("image", "merge", pack, "-o", merged, umask=umask).returncode == 0
+        assert merged.stat().st_mode & 0o777 == mode
+
+
 def test_eight_builders_at_once_leave_one_good_tree(tmp_path):
     words = [COMMAND, "build", "--arch", "sm_90a", "-o", tmp_path, "--only", SMALL, "--nvcc", nvcc(), "--source", ROOT]
     children = [subprocess.Popen(words, stdout=subprocess.DEVNULL) for _ in range(8)]
