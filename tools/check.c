@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { GUARD = 4096 };
@@ -396,7 +397,8 @@ static int run(const tool_command *command, int argc, char **argv) {
 		{"--rows", "FILE", "with --level 2: write error ratio and passed cases into the tuning rows of FILE", TOOL_TEXT,
 	     &rows, 0, 0},
 		{"--json", NULL, "print JSON", TOOL_FLAG, &json, 0, 0},
-		{"--save", "FILE", "write the results to FILE, as --json prints them", TOOL_TEXT, &save, 0, 0},
+		{"--save", "FILE", "write the results to FILE, as --json prints them, whole or not at all", TOOL_TEXT, &save, 0,
+	     0},
 		{"--verbose", NULL, "a line for every case and kernel, refusals with their reasons", TOOL_FLAG, &r.verbose, 0,
 	     0},
 		{0},
@@ -410,6 +412,9 @@ static int run(const tool_command *command, int argc, char **argv) {
 		ingot_device_describe((ingot_stream){0}, NULL, 0, NULL, 0, &processors);
 		jobs = gpu_stream().type == INGOT_CPU ? 1 : processors < CHECK_JOBS ? processors : CHECK_JOBS;
 	}
+	struct stat is;
+	const bool file = save && (stat(save, &is) != 0 || S_ISREG(is.st_mode) || S_ISDIR(is.st_mode));
+	if (file && tool_check_writable(command, "--save", save) >= 0) return TOOL_USAGE;
 	if (rows) {
 		char arch[64] = "", model[64] = "", error[256];
 		/* A row's evidence is the whole of level 2, of whichever kernels. */
@@ -442,12 +447,13 @@ static int run(const tool_command *command, int argc, char **argv) {
 	if (isatty(STDERR_FILENO)) fprintf(stderr, "\r                                                  \r");
 	const double took = tool_now() - r.begun;
 	char *text = results_json(&r, took);
-	FILE *to = save ? fopen(save, "we") : NULL;
 	if (json) puts(text);
 	else print_results(&r, took);
-	const bool saved = !save || (to && fprintf(to, "%s\n", text) > 0);
-	if ((to && fclose(to)) || !saved) return tool_failed(command, "--save %s: %s", save, strerror(errno));
+	const size_t length = strlen(text);
+	text[length] = '\n'; /* in the place of the 0 */
+	const int saved = save ? tool_write_file(command, save, text, length + 1) : TOOL_OK;
 	free(text);
+	if (saved) return saved;
 	if (rows) {
 		char error[256];
 		for (int i = 0; i < r.count; i++) {

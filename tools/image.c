@@ -179,13 +179,6 @@ static int verify(const tool_command *command, const char *path, const char *onl
 
 /* ---- extract, diff, merge ---------------------------------------------------------------------------------------------- */
 
-static int write_file(const tool_command *command, const char *path, const void *bytes, size_t size) {
-	FILE *f = fopen(path, "wb");
-	if (!f || fwrite(bytes, 1, size, f) != size || fclose(f))
-		return tool_failed(command, "%s: %s", path, strerror(errno));
-	return TOOL_OK;
-}
-
 static int extract(const tool_command *command, const char *path, const char *folder, const char *only) {
 	ingot__pack *pack;
 	const ingot__pack_entry *entry;
@@ -204,7 +197,7 @@ static int extract(const tool_command *command, const char *path, const char *fo
 		else if (ingot__pack_read(pack, &entry[i], &object)) status = tool_failed(command, "%s", packs_error());
 		else {
 			snprintf(name, sizeof name, "%s/%s.%s.cubin", folder, entry[i].implementation, entry[i].variant);
-			status = write_file(command, name, object, entry[i].size);
+			status = tool_write_file(command, name, object, entry[i].size);
 			free(object);
 			written++;
 		}

@@ -169,6 +169,24 @@ int tool_check_writable(const tool_command *command, const char *option, const c
 	return writable ? -1 : tool_usage(command, "%s %s cannot be written: %s", option, path, strerror(errno));
 }
 
+int tool_write_file(const tool_command *command, const char *path, const void *bytes, size_t size) {
+	struct stat is;
+	const bool direct = stat(path, &is) == 0 && !S_ISREG(is.st_mode);
+	const size_t room = strlen(path) + 32;
+	char *const temporary = malloc(room);
+	if (!temporary) return tool_failed(command, "%s cannot be written: out of memory", path);
+	if (direct) snprintf(temporary, room, "%s", path);
+	else snprintf(temporary, room, "%s.%ld", path, (long)getpid());
+	FILE *f = fopen(temporary, "we");
+	bool good = f && fwrite(bytes, 1, size, f) == size;
+	int reason = errno;
+	if (f && fclose(f) && good) reason = errno, good = false;
+	if (good && !direct && rename(temporary, path)) reason = errno, good = false;
+	if (!good && f && !direct) unlink(temporary);
+	free(temporary);
+	return good ? TOOL_OK : tool_failed(command, "%s cannot be written: %s", path, strerror(reason));
+}
+
 int tool_integers(const char *text, int64_t low, int64_t high, int64_t *values, int most) {
 	int count = 0;
 	for (const char *at = text;;) {

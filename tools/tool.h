@@ -60,6 +60,9 @@ int tool_failed(const tool_command *command, const char *format, ...) __attribut
 
 /* -1, or TOOL_USAGE after a message: whether a file could be put at the path that an option gives, before what takes long. */
 int tool_check_writable(const tool_command *command, const char *option, const char *path);
+/* Writes a file whole or not at all; what is no regular file (a pipe, /dev/null) as it goes. Returns TOOL_OK, or TOOL_FAILED
+ * after a message. */
+int tool_write_file(const tool_command *command, const char *path, const void *bytes, size_t size);
 
 /* Comma-separated list of integers in [low, high]; their number, or -1. */
 int tool_integers(const char *text, int64_t low, int64_t high, int64_t *values, int most);

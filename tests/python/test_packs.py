@@ -5,6 +5,7 @@ Marked `images`: it needs nvcc (tools/fetch_nvcc.sh brings the pinned one; INGOT
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -284,6 +285,14 @@ def test_a_pack_is_as_open_as_the_umask_lets_it_be(pack, tmp_path):
         merged = tmp_path / f"{mode:o}.pack"
         assert command("image", "merge", pack, "-o", merged, umask=umask).returncode == 0
         assert merged.stat().st_mode & 0o777 == mode
+
+
+def test_an_object_is_extracted_whole_or_not_at_all(pack, tmp_path):
+    done = command("image", "extract", pack, "-o", tmp_path / "objects",
+                   preexec_fn=lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+                                       resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))))
+    assert done.returncode == 1 and "cannot be written: File too large" in done.stderr
+    assert list((tmp_path / "objects").iterdir()) == []
 
 
 def test_eight_builders_at_once_leave_one_good_tree(tmp_path):

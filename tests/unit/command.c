@@ -7,9 +7,11 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "packs.h"
@@ -48,6 +50,8 @@ static void test_wrong_use_is_2(void **state) {
 		"bench --from 0",
 		"bench --device gpu",
 		"check --jobs 0",
+		"check --level 0 --save no_such_folder/check.json",
+		"check --level 0 --save .",
 		"check --device cuda:x",
 		"bench --suite a --problem fwd:b1",
 		"bench --seconds -1 --problem fwd:b1,h1,s9,d16",
@@ -121,6 +125,34 @@ static void test_list_fits_a_terminal(void **state) {
 static void test_nothing_run_is_inconclusive(void **state) {
 	assert_int_equal(ingot("check --only no_line_holds_this"), TOOL_INCONCLUSIVE);
 	assert_int_equal(ingot("check --problem fwd:b1,h1,s9,d16,f32 --seed 3"), TOOL_OK);
+}
+
+/* A disk that is full takes no earlier results with it. */
+static void test_check_saves_whole_or_not_at_all(void **state) {
+	char path[] = "/tmp/ingot_save_XXXXXX", line[128], kept[64] = "";
+	const int fd = mkstemp(path);
+	assert_true(fd >= 0 && write(fd, "before", 6) == 6 && close(fd) == 0);
+	snprintf(line, sizeof line, "check --problem fwd:b1,h1,s9,d16,f32 --seed 3 --backend reference --save %s", path);
+	struct rlimit limit;
+	assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+	const struct rlimit small = {64, limit.rlim_max};
+	signal(SIGXFSZ, SIG_IGN);
+	assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
+	const int status = ingot(line);
+	assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+	assert_int_equal(status, TOOL_FAILED);
+	FILE *f = fopen(path, "r");
+	assert_true(f && fgets(kept, sizeof kept, f));
+	fclose(f);
+	assert_string_equal(kept, "before");
+	assert_int_equal(ingot(line), TOOL_OK);
+	f = fopen(path, "r");
+	assert_true(f && fgets(kept, sizeof kept, f));
+	fclose(f);
+	assert_int_equal(kept[0], '{');
+	unlink(path);
+	snprintf(line, sizeof line, "check --problem fwd:b1,h1,s9,d16,f32 --seed 3 --backend reference --save /dev/null");
+	assert_int_equal(ingot(line), TOOL_OK);
 }
 
 /* A small file with a causal result, for attn: tensors l.q, l.k, l.v, l.out. */
@@ -357,6 +389,7 @@ int main(void) {
 		cmocka_unit_test(test_help_is_0),
 		cmocka_unit_test(test_list_fits_a_terminal),
 		cmocka_unit_test(test_nothing_run_is_inconclusive),
+		cmocka_unit_test(test_check_saves_whole_or_not_at_all),
 		cmocka_unit_test(test_rows_files),
 		cmocka_unit_test(test_bench_says_that_nothing_is_left),
 		cmocka_unit_test(test_image),
