@@ -3,6 +3,7 @@
  * one pack an architecture. It writes a Ninja file and lets Ninja run it: depfiles say which header rebuilds what, a killed
  * build goes on where it was, and a pack is published only when every one of its images is there and sound.
  */
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
@@ -216,6 +217,21 @@ static void put_object(const ingot_implementation *impl, const ingot_variant *va
 	fprintf(w->ninja, " objects/%s/%s.%s.cubin", w->arch, impl->name, variant->name);
 }
 
+/* Removes what killed compiles left of an architecture: NAME.cubin.NUMBER.part, and .d and .log. A compiler that outlived its
+ * build loses its files, which nobody waits for. */
+static void remove_leftovers(const char *folder) {
+	DIR *d = opendir(folder);
+	if (!d) return;
+	for (const struct dirent *entry; (entry = readdir(d));) {
+		const char *const at = strstr(entry->d_name, ".cubin.");
+		if (!at) continue;
+		const char *const number = at + strlen(".cubin."), *const end = number + strspn(number, "0123456789");
+		if (end != number && (!strcmp(end, ".part") || !strcmp(end, ".d") || !strcmp(end, ".log")))
+			unlinkat(dirfd(d), entry->d_name, 0);
+	}
+	closedir(d);
+}
+
 static int write_ninja(const plan *p) {
 	char *text;
 	size_t size;
@@ -393,6 +409,11 @@ static int run(const tool_command *command, int argc, char **argv) {
 		fflush(stdout);
 		while (flock(lock, LOCK_EX))
 			if (errno != EINTR) return tool_failed(command, "%s: %s", lock_path, strerror(errno));
+	}
+	for (int i = 0; i < p.arch_count; i++) {
+		char folder[4200];
+		snprintf(folder, sizeof folder, "%s/objects/%s", p.out, archs[p.arch[i]].name);
+		remove_leftovers(folder);
 	}
 	printf("%d images, %s, into %s\n", images, p.toolchain, p.out);
 	const double start = tool_now();

@@ -280,6 +280,17 @@ def test_a_killed_build_leaves_nothing_half_made(tmp_path):
     assert verify(tmp_path / "ingot-sm_90a.pack").returncode == 0
 
 
+def test_what_killed_compiles_left_is_removed(tmp_path):
+    assert build(tmp_path).returncode == 0
+    objects = tmp_path / "objects/sm_90a"
+    before = sorted(objects.iterdir())
+    for end in "part", "d", "log":
+        (objects / f"attn_fwd_sm80.bf16_d64_plain.cubin.4711.{end}").write_text("half")
+    done = build(tmp_path)
+    assert done.returncode == 0 and "no work to do" in done.stdout
+    assert len(before) == 2 and sorted(objects.iterdir()) == before
+
+
 def test_a_pack_is_as_open_as_the_umask_lets_it_be(pack, tmp_path):
     for umask, mode in (0o077, 0o600), (0o022, 0o644):
         merged = tmp_path / f"{mode:o}.pack"
