@@ -133,6 +133,18 @@ def test_a_run_that_never_begins_is_told(lockfile):
     assert (done.returncode, done.stderr) == (3, "gpu lease watchdog: saw 0 workers, and --workers is 2\n")
 
 
+def test_a_run_shorter_than_the_time_between_two_looks_is_seen(lockfile, start_peer):
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest_gpu_lease.watchdog", "--lockfile", lockfile, "--workers", "1", "--poll", "3",
+         "--timeout", "6"],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE / "src")}, stderr=subprocess.PIPE, text=True) as process:
+        one = start_peer()
+        one("w.write(test='test_a.py::test_a')")
+        time.sleep(1)
+        one.signal(signal.SIGKILL)
+        assert (process.wait(), process.stderr.read()) == (0, "")
+
+
 def test_wrong_arguments_are_refused(lockfile):
     for arguments, text in [
         (["--workers", "2"], "the following arguments are required: --lockfile"),

@@ -137,7 +137,8 @@ def main(arguments=None):
     watch = Watch(lock_file, options.timeout, options.grace, options.run)
     began, idle, last = False, 0.0, time.monotonic()
     while True:
-        time.sleep(options.poll)
+        # More often until all have been seen: a short run's workers live no longer than a look takes to come.
+        time.sleep(options.poll if len(watch.seen) >= options.workers else min(options.poll, 0.1))
         now = time.monotonic()
         passed, last = min(now - last, 2 * options.poll), now
         if watch.look(passed):
