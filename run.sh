@@ -1,10 +1,17 @@
 #!/bin/sh
 # Sets up a fresh Debian 12 or 13, builds, and runs attention on a real layer's tensors: the main job in one command.
 # Arguments go to `ingot attn`, paths in them being the caller's; without any it takes the example file.
+# Afterwards `build/release/ingot attn --help` names its options.
 set -u
 here=$PWD
 cd "$(dirname "$0")" || exit 1
 root=$PWD
+case ${1-} in
+-h | --help)
+	sed -n '2,4s/^# *//p' run.sh
+	exit 0
+	;;
+esac
 . tests/setup.sh
 
 build() {

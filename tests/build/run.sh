@@ -1,5 +1,6 @@
 #!/bin/sh
 # run.sh takes paths as the caller means them, from whatever folder it is called, and its own example without arguments.
+# Asked for help it only answers.
 # Usage: run.sh SOURCE_DIR
 set -eu
 source=$1
@@ -22,4 +23,6 @@ cd "$work/elsewhere"
 cmp layer.safetensors result
 sed -i 's/ && cp.*//' "$work/tree/build/release/ingot"
 ../tree/run.sh >"$work/log" 2>&1 && grep -q "the example" "$work/log" || { cat "$work/log"; exit 1; }
+../tree/run.sh --help >"$work/log" 2>&1
+grep -q 'ingot attn' "$work/log" && ! grep -q '^==' "$work/log" || { cat "$work/log"; exit 1; }
 echo "run.sh takes its caller's paths"
