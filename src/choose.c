@@ -334,6 +334,8 @@ static void add_figures(const ingot__problem *problem, const knowledge *k, ingot
 		}
 }
 
+static const char no_image[] = "no pack holds its image for this device";
+
 /* The names that could have been meant: those of the implementations whose instructions the device has. */
 static ingot_status not_found(const char *backend, const knowledge *k, int op) {
 	char names[512] = "";
@@ -393,7 +395,7 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 			c->refusal = "the forced variant is not the one that runs this problem";
 		if (!c->refusal && !exactly && !(options->flags & INGOT_STRICT) &&
 		    !ingot__image_present(i, c->variant, device, options))
-			c->refusal = "no pack holds its image for this device";
+			c->refusal = no_image;
 		if (!c->refusal) able++;
 	}
 	if (force && !named) return not_found(backend, k, problem->op);
@@ -411,6 +413,20 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 		if (force && choice->candidates == 1)
 			return ingot__fail(INGOT_UNSUPPORTED, "the forced \"%.80s\" cannot run this call: %s", backend,
 			                   last->refusal);
+		/* Without a pack only that one thing is wrong; what another kernel is not made for would lead astray. */
+		const ingot__candidate *near = NULL;
+		for (int c = 0; c < choice->candidates; c++) {
+			const ingot__candidate *const x = &choice->candidate[c];
+			if (x->refusal == no_image && (!near || x->impl->rank > near->impl->rank)) near = x;
+		}
+		if (near)
+			return ingot__fail(
+				INGOT_UNSUPPORTED,
+				"none of the %d candidates%s%.80s%s can run this call; %s could, but no pack for %s in "
+				"options.image_path, INGOT_IMAGE_PATH and the library's folder has its image: `ingot build` "
+				"makes one",
+				choice->candidates, force ? " of the forced \"" : "", backend, force ? "\"" : "", near->impl->name,
+				device->arch);
 		return ingot__fail(INGOT_UNSUPPORTED, "none of the %d candidates%s%.80s%s can run this call; the last, %s: %s",
 		                   choice->candidates, force ? " of the forced \"" : "", backend, force ? "\"" : "",
 		                   last->impl->name, last->refusal);

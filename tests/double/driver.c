@@ -848,6 +848,24 @@ static void test_a_damaged_image_never_reaches_the_driver(void **state) {
 	in_child(call_damaged, NULL);
 }
 
+/* Where no pack is found, the sentence is about that and not about what the last candidate is not made for. */
+static int call_without_packs(void *argument) {
+	(void)argument;
+	setenv("INGOT_IMAGE_PATH", folder, 1);
+	const call c = forward(NULL);
+	CHECK(make(&c, RUN, on(0, NULL), NULL) == INGOT_UNSUPPORTED &&
+	          strstr(ingot_last_error(), "attn_fwd_sm90 could, but no pack for sm_90a in options.image_path"),
+	      "%s", ingot_last_error());
+	return finish();
+}
+
+static void test_missing_packs_are_told(void **state) {
+	char path[128];
+	snprintf(path, sizeof path, "%s/ingot-sm_90a.pack", folder);
+	unlink(path);
+	in_child(call_without_packs, NULL);
+}
+
 /* Ranks with other packs have another number. */
 static void test_the_digest_covers_the_packs(void **state) {
 	char path[128];
@@ -881,6 +899,7 @@ int main(void) {
 		cmocka_unit_test(test_every_error_at_every_call),
 		cmocka_unit_test(test_lost_context),
 		cmocka_unit_test(test_a_damaged_image_never_reaches_the_driver),
+		cmocka_unit_test(test_missing_packs_are_told),
 		cmocka_unit_test(test_the_digest_covers_the_packs),
 	};
 	const int failed = cmocka_run_group_tests(tests, NULL, NULL);
