@@ -140,7 +140,7 @@ ingot_status ingot_implementation_get(int32_t index, ingot_implementation *out) 
 	                                                             "attn_dropout_mask"};
 	ingot__error_begin("ingot_implementation_get");
 	if (!out) return ingot__fail(INGOT_INVALID, "implementation is NULL");
-	ingot__error_quiet();
+	ingot__error_quiet(true);
 	if (index < 0 || index >= ingot__impl_count)
 		return ingot__fail(INGOT_NOT_FOUND, "index is %d; this library has %d implementations", index,
 		                   ingot__impl_count);
@@ -164,7 +164,7 @@ ingot_status ingot_implementation_get(int32_t index, ingot_implementation *out) 
 ingot_status ingot_variant_get(int32_t index, int32_t variant, ingot_variant *out) {
 	ingot__error_begin("ingot_variant_get");
 	if (!out) return ingot__fail(INGOT_INVALID, "out is NULL");
-	ingot__error_quiet();
+	ingot__error_quiet(true);
 	if (index < 0 || index >= ingot__impl_count)
 		return ingot__fail(INGOT_NOT_FOUND, "index is %d; this library has %d implementations", index,
 		                   ingot__impl_count);

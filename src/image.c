@@ -62,7 +62,10 @@ static void add_packs(store *s, const char *folder, size_t length) {
 		snprintf(path, sizeof path, "%.*s/ingot-%s.pack", (int)length, folder, arch);
 		ingot__pack *pack;
 		bool missing;
-		if (ingot__pack_open(path, &pack, &missing)) {
+		ingot__error_quiet(true); /* most places have no pack, and that is no error */
+		const ingot_status status = ingot__pack_open(path, &pack, &missing);
+		ingot__error_quiet(false);
+		if (status) {
 			if (!missing) ingot__log(1, "%s", ingot_last_error());
 			continue;
 		}

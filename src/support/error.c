@@ -21,8 +21,8 @@ void ingot__error_begin(const char *function) {
 	quiet = false;
 }
 
-void ingot__error_quiet(void) {
-	quiet = true;
+void ingot__error_quiet(bool on) {
+	quiet = on;
 }
 
 ingot_status ingot__fail(ingot_status status, const char *format, ...) {

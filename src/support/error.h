@@ -3,11 +3,13 @@
 #define INGOT_SUPPORT_ERROR_H
 
 #include <ingot.h>
+#include <stdbool.h>
 
 /* Starts a public call: forgets the last sentence; `function` (a literal) will lead the next one. */
 void ingot__error_begin(const char *function);
-/* Until the next public call begins, sentences are kept and not logged: for questions, where "no" is an answer. */
-void ingot__error_quiet(void);
+/* Until this says otherwise or the next public call begins, sentences are kept and not logged: for questions, where "no" is
+ * an answer. */
+void ingot__error_quiet(bool on);
 
 /* Keeps the sentence "function: format..." for this thread, logs it at level 1 (OK: nothing) and returns status. */
 ingot_status ingot__fail(ingot_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));

@@ -848,6 +848,35 @@ static void test_a_damaged_image_never_reaches_the_driver(void **state) {
 	in_child(call_damaged, NULL);
 }
 
+static int logged;
+static char last_logged[512];
+
+static void count_logged(void *context, int32_t level, const char *message) {
+	(void)context, (void)level;
+	logged++;
+	snprintf(last_logged, sizeof last_logged, "%s", message);
+}
+
+/* argument: whether a damaged pack is looked into first. */
+static int call_logged(void *argument) {
+	const bool damaged = *(bool *)argument;
+	ingot_set_log(1, count_logged, NULL);
+	const call c = forward(NULL);
+	const ingot_options o = {.struct_size = sizeof o, .image_path = damaged ? folder : NULL};
+	CHECK(!make(&c, RUN, on(0, NULL), &o), "%s", ingot_last_error());
+	CHECK(logged == damaged && (!damaged || strstr(last_logged, "header is damaged")), "%d: %s", logged, last_logged);
+	return finish();
+}
+
+/* A folder without a pack is no error in the log, and a damaged pack is one. */
+static void test_the_log_of_the_search(void **state) {
+	bool damaged = false;
+	in_child(call_logged, &damaged);
+	damaged_pack(100);
+	damaged = true;
+	in_child(call_logged, &damaged);
+}
+
 /* Where no pack is found, the sentence is about that and not about what the last candidate is not made for. */
 static int call_without_packs(void *argument) {
 	(void)argument;
@@ -899,6 +928,7 @@ int main(void) {
 		cmocka_unit_test(test_every_error_at_every_call),
 		cmocka_unit_test(test_lost_context),
 		cmocka_unit_test(test_a_damaged_image_never_reaches_the_driver),
+		cmocka_unit_test(test_the_log_of_the_search),
 		cmocka_unit_test(test_missing_packs_are_told),
 		cmocka_unit_test(test_the_digest_covers_the_packs),
 	};
