@@ -41,7 +41,13 @@ int tool_main(int argc, char **argv) {
 		return TOOL_OK;
 	}
 	for (int i = 0; i < COMMANDS; i++)
-		if (strcmp(argv[1], commands[i]->name) == 0) return commands[i]->run(commands[i], argc - 2, argv + 2);
+		if (strcmp(argv[1], commands[i]->name) == 0) {
+			const int status = commands[i]->run(commands[i], argc - 2, argv + 2);
+			/* On a full disk, results that are not there must not look like good ones. */
+			const bool lost = fflush(stdout) != 0 || ferror(stdout);
+			clearerr(stdout);
+			return status == TOOL_OK && lost ? tool_failed(commands[i], "the output cannot be written") : status;
+		}
 	fprintf(stderr, "ingot: unknown command \"%s\"; allowed are", argv[1]);
 	for (int i = 0; i < COMMANDS; i++) fprintf(stderr, "%s %s", i ? "," : "", commands[i]->name);
 	fprintf(stderr, "\n");

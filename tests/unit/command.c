@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -98,6 +99,20 @@ static int ingot_heard(const char *line, int stream) {
 	said[fread(said, 1, sizeof said - 1, f)] = 0;
 	fclose(f);
 	return status;
+}
+
+/* Output that went nowhere is no success. */
+static void test_a_full_disk_is_told(void **state) {
+	fflush(NULL);
+	const int kept = dup(1), full = open("/dev/full", O_WRONLY);
+	assert_true(kept >= 0 && full >= 0 && dup2(full, 1) == 1);
+	const int listed = ingot("list"), json = ingot("explain fwd:b1,h1,s9,d16 --json");
+	assert_true(dup2(kept, 1) == 1);
+	close(full);
+	close(kept);
+	assert_int_equal(listed, TOOL_FAILED);
+	assert_int_equal(json, TOOL_FAILED);
+	assert_int_equal(ingot("list"), TOOL_OK);
 }
 
 /* How many lines "ingot <line>" prints, and the length of the longest. */
@@ -387,6 +402,7 @@ int main(void) {
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_wrong_use_is_2),
 		cmocka_unit_test(test_help_is_0),
+		cmocka_unit_test(test_a_full_disk_is_told),
 		cmocka_unit_test(test_list_fits_a_terminal),
 		cmocka_unit_test(test_nothing_run_is_inconclusive),
 		cmocka_unit_test(test_check_saves_whole_or_not_at_all),
