@@ -17,6 +17,17 @@ prefix=$work/moved
 	>"$work/log" 2>&1 && "$cmake" --build "$work/consumer" >>"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
 "$work/consumer/consumer"
 
+# Before 1.0 names may change from 0.1 to 0.2, so each minor version is one of its own.
+for wanted in 0.0 0.2; do
+	if "$cmake" -G Ninja -S "$consumer" -B "$work/other" -DCMAKE_C_COMPILER="$cc" -DCMAKE_PREFIX_PATH="$prefix" \
+		-DWANTED="$wanted" >"$work/log" 2>&1; then
+		echo "find_package(ingot $wanted) takes version 0.1"
+		exit 1
+	fi
+	grep -q "requested version" "$work/log" || { cat "$work/log"; exit 1; }
+	rm -rf "$work/other"
+done
+
 pc=$(find "$prefix" -name ingot.pc)
 [ -n "$pc" ] || { echo "no ingot.pc installed"; exit 1; }
 PKG_CONFIG_PATH=$(dirname "$pc")
