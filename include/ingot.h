@@ -342,8 +342,8 @@ typedef struct ingot_kv_append_params {
 	uint32_t varlen;
 	ingot_tensor k_new;
 	ingot_tensor v_new;
-	ingot_tensor k;         /* written */
-	ingot_tensor v;         /* written */
+	ingot_tensor k;         /* written; k_new's type or an 8-bit one */
+	ingot_tensor v;         /* written; k's type */
 	ingot_tensor k_descale; /* F32 [1] or [B,Hk]; 8-bit caches only; optional */
 	ingot_tensor v_descale;
 	ingot_tensor new_lengths;

@@ -72,6 +72,9 @@ static ingot_status normalize(const ingot__raw *raw, ingot__problem *p) {
 	if ((s = need_pair("k", &p->k_new, &p->k, "k_new")) ||
 	    (p->v.dtype != INGOT_NONE && (s = need_pair("v", &p->v_new, &p->v, "v_new"))))
 		return s;
+	if (p->v.dtype != INGOT_NONE && p->v.dtype != p->k.dtype)
+		return ingot__fail(INGOT_INVALID, "v.dtype is %s and k.dtype %s; attention reads caches of one type alone",
+		                   ingot__dtype_name(p->v.dtype), ingot__dtype_name(p->k.dtype));
 	if (!(s = ingot__need_descale(p, "k_descale", &p->k_descale, false, &p->k, "k")))
 		s = ingot__need_descale(p, "v_descale", &p->v_descale, false, &p->v, "v");
 	return s;

@@ -306,6 +306,7 @@ static void test_other_fields(void **state) {
 	ACCEPTED(append, KV_APPEND, p.v.dtype = p.v_new.dtype = INGOT_NONE);
 	ACCEPTED(append, KV_APPEND, p.k.dtype = p.v.dtype = INGOT_F8_E4M3; p.k_descale = VIEW(F32, 2, 2));
 	REFUSED(append, KV_APPEND, p.v.dtype = INGOT_NONE, "v is absent", "together");
+	REFUSED(append, KV_APPEND, p.k.dtype = INGOT_F8_E4M3, "v.dtype is BF16", "one type");
 	REFUSED(append, KV_APPEND, p.v_new.dtype = INGOT_NONE, "v_new is absent", "together");
 	REFUSED(append, KV_APPEND, p.reserved = 1, "reserved", "must be 0");
 	REFUSED(append, KV_APPEND, p.lengths_after = 2, "lengths_after", "0 and 1");
