@@ -174,9 +174,11 @@ static ingot_status launch_kernels(const ingot__device *device, const ingot_opti
 			if (!s) own = !(s = driver->alloc(stream.handle, bytes, &memory));
 		}
 		memcpy(plan->arguments, &memory, sizeof memory);
-		for (int i = 0; i < plan->maps; i++)
-			if (plan->map[i].in_workspace) plan->map[i].data = (char *)memory + (uintptr_t)plan->map[i].data;
-		if (plan->maps && !s) s = driver->encode(plan->map, plan->maps, plan->arguments);
+		if (plan->maps && !s) {
+			for (int i = 0; i < plan->maps; i++)
+				if (plan->map[i].in_workspace) plan->map[i].data = (char *)memory + (uintptr_t)plan->map[i].data;
+			s = driver->encode(plan->map, plan->maps, plan->arguments);
+		}
 		for (int i = 0; i < plan->steps && !s; i++) {
 			const ingot__step *const step = &plan->step[i];
 			if (step->grid[0] && step->grid[1] && step->grid[2])
