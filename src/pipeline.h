@@ -137,8 +137,7 @@ typedef struct ingot__tensor_map {
 	const void *data;  /* aligned to 16 bytes */
 	int64_t extent[4]; /* columns, rows, heads, batches; each at least 1 */
 	int64_t stride[3]; /* elements from row to row, head to head, batch to batch: multiples of 8 below 2^39 */
-	uint32_t
-		box[2]; /* columns and rows that one copy takes: 64, or as many up to 256 as the tensor has, and at most 256 */
+	uint32_t box[2];   /* columns and rows that one copy takes: 64 (straight: to 256, all there are), and at most 256 */
 	bool straight;     /* rows of a box follow one another; else, of 64 columns, they are swizzled by 128 bytes */
 	bool in_workspace; /* data counts from the workspace's begin */
 	uint32_t at;       /* byte of the arguments where its 128 bytes go, a multiple of 64 */

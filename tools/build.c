@@ -156,7 +156,6 @@ static void put_shell(FILE *f, const char *path) {
 
 /* Replaces a file only if its text is another: a file that stays rebuilds nothing. */
 static int publish(const plan *p, const char *path, const char *text, size_t size) {
-	char temporary[4200];
 	FILE *f = fopen(path, "rb");
 	if (f) {
 		char *old = tool_alloc(size + 2);
@@ -166,11 +165,7 @@ static int publish(const plan *p, const char *path, const char *text, size_t siz
 		free(old);
 		if (same) return TOOL_OK;
 	}
-	snprintf(temporary, sizeof temporary, "%s.new", path);
-	f = fopen(temporary, "wb");
-	if (!f || fwrite(text, 1, size, f) != size || fclose(f) || rename(temporary, path))
-		return tool_failed(p->command, "%s cannot be written: %s", path, strerror(errno));
-	return TOOL_OK;
+	return tool_write_file(p->command, path, text, size);
 }
 
 /* Calls back for every image of an architecture, larger heads first: they take longest. */
