@@ -430,6 +430,17 @@ static int mapped(void *argument) {
 		double_forget();
 		CHECK(!make(&b, RUN, on(0, NULL), &plain), "%s", ingot_last_error());
 		CHECK(double_events() == 5 && !*double_faults(), "%d events, %s", double_events(), double_faults());
+		/* the later steps start before the ones ahead of them have ended */
+		const double_event event = double_event_at(2);
+		CHECK(!double_event_at(1).early && event.early && double_event_at(3).early, "%d", split);
+		/* one map is of the workspace, to which the arguments begin with a pointer */
+		const unsigned char *workspace, *mapped_data;
+		memcpy(&workspace, event.arguments, sizeof workspace);
+		memcpy(&mapped_data, (const char *)event.arguments + event.arguments_size - (split ? 3 : 1) * 128,
+		       sizeof mapped_data);
+		CHECK(mapped_data >= workspace && mapped_data < workspace + double_event_at(0).bytes &&
+		          (mapped_data > workspace) == !split,
+		      "%s: map of %p, workspace %p", event.kernel, (const void *)mapped_data, (const void *)workspace);
 	}
 	return finish();
 }
