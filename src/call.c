@@ -63,7 +63,7 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 		bytes = ingot__launch_bytes(&plan, device, threads);
 	}
 	if (v == EXPLAIN) {
-		if (s && s != INGOT_UNSUPPORTED && s != INGOT_DEGRADED) return s;
+		if (s && s != INGOT_UNSUPPORTED && s != INGOT_IMAGE && s != INGOT_DEGRADED) return s;
 		ingot__explain(&problem, device, &choice, &plan, bytes, a->format, a->buffer, a->capacity, a->needed);
 		return INGOT_OK;
 	}

@@ -409,24 +409,17 @@ ingot_status ingot__choose(const ingot__problem *problem, const ingot__device *d
 		if (!choice->candidates)
 			return ingot__fail(INGOT_UNSUPPORTED, "no implementation of %s is built for this device",
 			                   operator_names[problem->op]);
-		const ingot__candidate *const last = &choice->candidate[choice->candidates - 1];
-		if (force && choice->candidates == 1)
-			return ingot__fail(INGOT_UNSUPPORTED, "the forced \"%.80s\" cannot run this call: %s", backend,
-			                   last->refusal);
 		/* Without a pack only that one thing is wrong; what another kernel is not made for would lead astray. */
 		const ingot__candidate *near = NULL;
 		for (int c = 0; c < choice->candidates; c++) {
 			const ingot__candidate *const x = &choice->candidate[c];
 			if (x->refusal == no_image && (!near || x->impl->rank > near->impl->rank)) near = x;
 		}
-		if (near)
-			return ingot__fail(
-				INGOT_UNSUPPORTED,
-				"none of the %d candidates%s%.80s%s can run this call; %s could, but no pack for %s in "
-				"options.image_path, INGOT_IMAGE_PATH and the library's folder has its image: `ingot build` "
-				"makes one",
-				choice->candidates, force ? " of the forced \"" : "", backend, force ? "\"" : "", near->impl->name,
-				device->arch);
+		if (near) return ingot__image_missing(near->index, near->variant, device, options);
+		const ingot__candidate *const last = &choice->candidate[choice->candidates - 1];
+		if (force && choice->candidates == 1)
+			return ingot__fail(INGOT_UNSUPPORTED, "the forced \"%.80s\" cannot run this call: %s", backend,
+			                   last->refusal);
 		return ingot__fail(INGOT_UNSUPPORTED, "none of the %d candidates%s%.80s%s can run this call; the last, %s: %s",
 		                   choice->candidates, force ? " of the forced \"" : "", backend, force ? "\"" : "",
 		                   last->impl->name, last->refusal);

@@ -32,7 +32,9 @@ typedef struct slot {
 typedef struct store {
 	struct store *next;
 	const ingot__device *device;
-	char *path; /* options.image_path, "" without */
+	char *path;     /* options.image_path, "" without */
+	char *searched; /* INGOT_IMAGE_PATH as it was then, "" without */
+	char *left_out; /* a pack that is there and cannot be used; NULL without */
 	ingot__pack **pack;
 	int packs;
 	int *first; /* per implementation: index of its first variant's slot */
@@ -66,11 +68,14 @@ static void add_packs(store *s, const char *folder, size_t length) {
 		const ingot_status status = ingot__pack_open(path, &pack, &missing);
 		ingot__error_quiet(false);
 		if (status) {
-			if (!missing) ingot__log(1, "%s", ingot_last_error());
+			if (missing) continue;
+			ingot__log(1, "%s", ingot_last_error());
+			if (!s->left_out) s->left_out = strdup(path);
 			continue;
 		}
 		if (strcmp(ingot__pack_head(pack)->arch, arch)) {
 			ingot__log(1, "pack %s is for %s, not for %s: it is left out", path, ingot__pack_head(pack)->arch, arch);
+			if (!s->left_out) s->left_out = strdup(path);
 			ingot__pack_close(pack);
 			continue;
 		}
@@ -99,15 +104,18 @@ static store *make_store(const ingot__device *device, const char *path) {
 	if (!s) return NULL;
 	int slots = 0;
 	s->device = device;
+	const char *const environment = getenv("INGOT_IMAGE_PATH");
 	s->path = strdup(path);
+	s->searched = strdup(environment ? environment : "");
 	s->first = calloc((size_t)ingot__impl_count + 1, sizeof *s->first);
 	for (int i = 0; s->first && i < ingot__impl_count; i++) {
 		s->first[i] = slots;
 		slots += ingot__impls[i]->variant_count;
 	}
 	s->slots = calloc((size_t)slots + 1, sizeof *s->slots);
-	if (!s->path || !s->first || !s->slots) {
+	if (!s->path || !s->searched || !s->first || !s->slots) {
 		free(s->path);
+		free(s->searched);
 		free(s->first);
 		free(s->slots);
 		free(s);
@@ -115,7 +123,7 @@ static store *make_store(const ingot__device *device, const char *path) {
 	}
 	const double start = milliseconds();
 	if (*path) add_folders(s, path);
-	add_folders(s, getenv("INGOT_IMAGE_PATH"));
+	add_folders(s, s->searched);
 	const char *own = ingot__library_folder();
 	if (*own) add_packs(s, own, strlen(own));
 	ingot__log(3, "%s: %d packs found and opened in %.3f ms", device->model, s->packs, milliseconds() - start);
@@ -170,6 +178,25 @@ bool ingot__image_present(int index, int variant, const ingot__device *device, c
 	return presence == PRESENT;
 }
 
+/* Where was looked comes last: folders may be longer than a sentence. */
+static ingot_status no_image(const store *s, const ingot__impl *impl, int variant) {
+	char packs[64] = "no pack";
+	if (s->packs) snprintf(packs, sizeof packs, "no image of it among the %d packs", s->packs);
+	return ingot__fail(
+		INGOT_IMAGE,
+		"%s:%s could run this call, but %s for this device (%s) was found: `ingot build` makes one%s%s%s; looked in "
+		"options.image_path \"%s\", INGOT_IMAGE_PATH \"%s\" and the library's folder \"%s\"",
+		impl->name, ingot__variant_name(impl, variant), packs, s->device->arch, s->left_out ? "; " : "",
+		s->left_out ? s->left_out : "", s->left_out ? " was left out, `ingot image verify` says why" : "", s->path,
+		s->searched, ingot__library_folder());
+}
+
+ingot_status ingot__image_missing(int index, int variant, const ingot__device *device, const ingot_options *options) {
+	const store *const s = store_of(device, options);
+	if (!s) return ingot__fail(INGOT_OUT_OF_MEMORY, "no memory to search for packs");
+	return no_image(s, ingot__impls[index], variant);
+}
+
 ingot_status ingot__image_digest(const ingot__device *device, uint64_t *digest) {
 	*digest = 0;
 	if (device->type == INGOT_CPU) return INGOT_OK;
@@ -186,11 +213,7 @@ static ingot_status load(store *s, const ingot__impl *impl, int variant, loaded 
 	const char *name = ingot__variant_name(impl, variant);
 	ingot__pack *pack;
 	const ingot__pack_entry *entry = find_entry(s, impl, variant, &pack);
-	if (!entry)
-		return ingot__fail(INGOT_IMAGE,
-		                   "no pack for %s has an image of %s:%s; searched %d packs of options.image_path, "
-		                   "INGOT_IMAGE_PATH and the library's folder; `ingot build` makes one",
-		                   s->device->arch, impl->name, name, s->packs);
+	if (!entry) return no_image(s, impl, variant);
 	void *object, *module;
 	const double start = milliseconds();
 	ingot_status status = ingot__pack_read(pack, entry, &object);

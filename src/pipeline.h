@@ -340,6 +340,8 @@ ingot_status ingot__image_load(const ingot__choice *choice, const ingot__plan *p
 /* Whether an image of that variant of ingot__impls[index] is present for the device, without reading its bytes. Always on a
  * CPU. */
 bool ingot__image_present(int index, int variant, const ingot__device *device, const ingot_options *options);
+/* IMAGE, with a sentence that says where an image that is not present was looked for. OUT_OF_MEMORY. */
+ingot_status ingot__image_missing(int index, int variant, const ingot__device *device, const ingot_options *options);
 /* One number over the packs that a device's calls search without options.image_path, in their order; 0 on a CPU.
  * OUT_OF_MEMORY. */
 ingot_status ingot__image_digest(const ingot__device *device, uint64_t *digest);

@@ -888,14 +888,41 @@ static void test_the_log_of_the_search(void **state) {
 	in_child(call_logged, &damaged);
 }
 
-/* Where no pack is found, the sentence is about that and not about what the last candidate is not made for. */
+/* Where no pack is found, the sentence is about that, and about where it was looked for; `explain` says the same of a call. */
 static int call_without_packs(void *argument) {
 	(void)argument;
 	setenv("INGOT_IMAGE_PATH", folder, 1);
 	const call c = forward(NULL);
-	CHECK(make(&c, RUN, on(0, NULL), NULL) == INGOT_UNSUPPORTED &&
-	          strstr(ingot_last_error(), "attn_fwd_sm90 could, but no pack for sm_90a in options.image_path"),
-	      "%s", ingot_last_error());
+	char parts[3][128], text[4096];
+	snprintf(parts[0], sizeof parts[0], "no pack for this device (sm_90a) was found");
+	snprintf(parts[1], sizeof parts[1], "options.image_path \"%s/none\"", folder);
+	snprintf(parts[2], sizeof parts[2], "INGOT_IMAGE_PATH \"%s\"", folder);
+	char none[128];
+	snprintf(none, sizeof none, "%s/none", folder);
+	/* chosen, of a family, and by name: there the image is looked for when it is loaded */
+	static const char *const backends[] = {NULL, "cuda", "attn_fwd_sm80"};
+	for (int i = 0; i < 3; i++) {
+		const ingot_options o = {.struct_size = sizeof o, .backend = backends[i], .image_path = none};
+		CHECK(make(&c, RUN, on(0, NULL), &o) == INGOT_IMAGE, "%s", ingot_last_error());
+		for (int p = 0; p < 3; p++) CHECK(strstr(ingot_last_error(), parts[p]), "%s", ingot_last_error());
+		CHECK(i == 2 || make(&c, PREPARE, on(0, NULL), &o) == INGOT_IMAGE, "%s", ingot_last_error());
+		if (i == 2) continue;
+		const ingot_status s =
+			ingot_attn_fwd_explain(&c.params.fwd, on(0, NULL), &o, INGOT_TEXT, text, sizeof text, NULL);
+		CHECK(!s && strstr(text, "none: ") && strstr(text, parts[2]), "%s: %s", ingot_last_error(), text);
+	}
+	return finish();
+}
+
+/* A pack that is there and damaged is named. */
+static int call_with_a_damaged_pack(void *argument) {
+	(void)argument;
+	setenv("INGOT_IMAGE_PATH", folder, 1);
+	const call c = forward(NULL);
+	char named[128];
+	snprintf(named, sizeof named, "%s/ingot-sm_90a.pack was left out", folder);
+	CHECK(make(&c, RUN, on(0, NULL), NULL) == INGOT_IMAGE && strstr(ingot_last_error(), named), "%s",
+	      ingot_last_error());
 	return finish();
 }
 
@@ -904,6 +931,8 @@ static void test_missing_packs_are_told(void **state) {
 	snprintf(path, sizeof path, "%s/ingot-sm_90a.pack", folder);
 	unlink(path);
 	in_child(call_without_packs, NULL);
+	damaged_pack(100);
+	in_child(call_with_a_damaged_pack, NULL);
 }
 
 /* Ranks with other packs have another number. */
