@@ -53,7 +53,10 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 	    (s = ingot__check(op, params, &options, v == RUN, &problem)) || (s = ingot__device_get(stream, &device)))
 		return s;
 
+	/* that nothing can run is what an explanation says, and no error of its call */
+	ingot__error_quiet(v == EXPLAIN);
 	s = ingot__choose(&problem, device, &options, &choice);
+	ingot__error_quiet(false);
 	const int threads = options.num_threads ? options.num_threads : device->threads;
 	uint64_t bytes = 0;
 	if (choice.impl) {
@@ -63,7 +66,7 @@ static ingot_status run(const char *function, ingot__operator op, verb v, const 
 		bytes = ingot__launch_bytes(&plan, device, threads);
 	}
 	if (v == EXPLAIN) {
-		if (s && s != INGOT_UNSUPPORTED && s != INGOT_IMAGE && s != INGOT_DEGRADED) return s;
+		if (s && s != INGOT_UNSUPPORTED && s != INGOT_IMAGE && s != INGOT_DEGRADED) return ingot__error_tell(s);
 		ingot__explain(&problem, device, &choice, &plan, bytes, a->format, a->buffer, a->capacity, a->needed);
 		return INGOT_OK;
 	}

@@ -64,9 +64,9 @@ static void add_packs(store *s, const char *folder, size_t length) {
 		snprintf(path, sizeof path, "%.*s/ingot-%s.pack", (int)length, folder, arch);
 		ingot__pack *pack;
 		bool missing;
-		ingot__error_quiet(true); /* most places have no pack, and that is no error */
+		const bool quiet = ingot__error_quiet(true); /* most places have no pack, and that is no error */
 		const ingot_status status = ingot__pack_open(path, &pack, &missing);
-		ingot__error_quiet(false);
+		ingot__error_quiet(quiet);
 		if (status) {
 			if (missing) continue;
 			ingot__log(1, "%s", ingot_last_error());

@@ -21,17 +21,13 @@ void ingot__error_begin(const char *function) {
 	quiet = false;
 }
 
-void ingot__error_quiet(bool on) {
+bool ingot__error_quiet(bool on) {
+	const bool before = quiet;
 	quiet = on;
+	return before;
 }
 
-ingot_status ingot__fail(ingot_status status, const char *format, ...) {
-	int n = snprintf(sentence, sizeof sentence, "%s: ", current);
-	if (n < 0 || (size_t)n >= sizeof sentence) n = 0;
-	va_list arguments;
-	va_start(arguments, format);
-	vsnprintf(sentence + n, sizeof sentence - (size_t)n, format, arguments);
-	va_end(arguments);
+ingot_status ingot__error_tell(ingot_status status) {
 	if (!quiet && ingot__log_wants(1)) {
 		/* a log callback may call the library, which must not change what this call leaves behind */
 		char copy[sizeof sentence];
@@ -42,6 +38,16 @@ ingot_status ingot__fail(ingot_status status, const char *format, ...) {
 		current = function;
 	}
 	return status;
+}
+
+ingot_status ingot__fail(ingot_status status, const char *format, ...) {
+	int n = snprintf(sentence, sizeof sentence, "%s: ", current);
+	if (n < 0 || (size_t)n >= sizeof sentence) n = 0;
+	va_list arguments;
+	va_start(arguments, format);
+	vsnprintf(sentence + n, sizeof sentence - (size_t)n, format, arguments);
+	va_end(arguments);
+	return ingot__error_tell(status);
 }
 
 const char *ingot_last_error(void) {

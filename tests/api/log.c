@@ -83,6 +83,34 @@ static void test_lists_are_quiet(void **state) {
 	ingot_set_log(0, NULL, NULL);
 }
 
+/* That nothing can run is what an explanation says, and no error of a call that is OK; one that is not is told once. */
+static void test_explanations_are_quiet(void **state) {
+	seen s = {0};
+	attention a;
+	char text[4096];
+	int none = 0;
+	ingot_implementation impl;
+	attention_begin(&a, INGOT_F32, 1, 1, 1, 2, 2, 4, 1);
+	a.fwd.dropout_p = 0.5f; /* what many refuse */
+	ingot_set_log(1, take, &s);
+	for (int32_t i = 0; ingot_implementation_get(i, &impl) == INGOT_OK; i++) {
+		if (strcmp(impl.operator_name, "attn_fwd") || impl.device_type != INGOT_CPU) continue;
+		const ingot_options o = {.struct_size = sizeof o, .backend = impl.name};
+		assert_ok(ingot_attn_fwd_explain(&a.fwd, cpu, &o, INGOT_TEXT, text, sizeof text, NULL));
+		none += strstr(text, "none: ") != NULL;
+		assert_int_equal(s.messages, 0);
+	}
+#ifdef __x86_64__
+	assert_true(none > 0);
+#endif
+	const ingot_options nothing = {.struct_size = sizeof nothing, .backend = "frobnicate"};
+	assert_status(ingot_attn_fwd_explain(&a.fwd, cpu, &nothing, INGOT_TEXT, text, sizeof text, NULL), INGOT_NOT_FOUND);
+	assert_int_equal(s.messages, 1);
+	assert_non_null(strstr(s.last, "frobnicate"));
+	ingot_set_log(0, NULL, NULL);
+	attention_end(&a);
+}
+
 static void *noisy(void *argument) {
 	attention *const a = argument;
 	ingot_attn_fwd_params bad = a->fwd;
@@ -199,9 +227,13 @@ static void test_fork_while_logging(void **state) {
 int main(int argc, char **argv) {
 	if (argc == 2 && strcmp(argv[1], "speak") == 0) return speak();
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_levels),        cmocka_unit_test(test_lists_are_quiet),
-		cmocka_unit_test(test_one_at_a_time), cmocka_unit_test(test_callback_that_calls),
-		cmocka_unit_test(test_environment),   cmocka_unit_test(test_fork_while_logging),
+		cmocka_unit_test(test_levels),
+		cmocka_unit_test(test_lists_are_quiet),
+		cmocka_unit_test(test_explanations_are_quiet),
+		cmocka_unit_test(test_one_at_a_time),
+		cmocka_unit_test(test_callback_that_calls),
+		cmocka_unit_test(test_environment),
+		cmocka_unit_test(test_fork_while_logging),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }
