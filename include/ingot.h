@@ -12,6 +12,10 @@
  * for ever, and bytes beyond what the library knows must be zero (INGOT_VERSION_MISMATCH otherwise). Nested structs
  * (ingot_tensor, ingot_stream) never change. Params and options are read during the call only and never written.
  *
+ * No argument is silently ignored: one that this call could not honour is refused. What only qualifies something else may stay
+ * where that is absent, and changes nothing then: align without a mask and ALiBi, lse_base without lse, seed and offset with
+ * dropout_p 0; of the options image_path on a CPU, threads on a GPU, alloc beside a workspace.
+ *
  * What a call writes must share no element with its inputs or its other outputs unless the declaration allows it; this is not
  * checked, and the results are undefined otherwise.
  *
@@ -244,7 +248,8 @@ typedef struct ingot_attn_fwd_params {
 	ingot_tensor page_indptr;
 	ingot_tensor page_indices;
 	/* Dropout cells on the device, one U64 or I64 element each, optional. seed_ptr replaces dropout_seed (which must be 0
-	 * then); offset_ptr's content is added to dropout_offset; the pair that was used is written to seed_out, offset_out. */
+	 * then); offset_ptr's content is added to dropout_offset; the pair that was used is written to seed_out, offset_out.
+	 * With dropout_p 0 nothing is drawn, whatever the seed; what is asked back is written all the same. */
 	ingot_tensor dropout_seed_ptr;
 	ingot_tensor dropout_offset_ptr;
 	ingot_tensor dropout_seed_out;

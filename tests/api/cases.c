@@ -330,10 +330,28 @@ static void dropout_rates(void) {
 		for (int n = 0; n < 4; n++) free(a.memory[--a.count]);
 	}
 	if (runs_forward(&plain.fwd)) {
-		a.fwd.dropout_p = 0; /* the seed is not read */
+		a.fwd.dropout_p = 0; /* the seed changes nothing */
 		a.fwd.dropout_seed = 12345;
 		assert_ok(ingot_attn_fwd(&a.fwd, cpu, &options));
 		assert_true(same_bytes(&a.fwd.out, &plain.fwd.out));
+		/* and is given back all the same: a loop may keep its cells while dropout is off */
+		uint64_t cell[4] = {99, 1000, 0, 0};
+		a.fwd.dropout_seed = 0;
+		a.fwd.dropout_offset = 24;
+		a.fwd.dropout_seed_ptr = TENSOR(&cell[0], INGOT_U64, 1);
+		a.fwd.dropout_offset_ptr = TENSOR(&cell[1], INGOT_I64, 1);
+		poison(&a.fwd.out);
+		assert_ok(ingot_attn_fwd(&a.fwd, cpu, &options));
+		assert_true(same_bytes(&a.fwd.out, &plain.fwd.out));
+		a.fwd.dropout_seed_out = TENSOR(&cell[2], INGOT_U64, 1);
+		a.fwd.dropout_offset_out = TENSOR(&cell[3], INGOT_U64, 1);
+		poison(&a.fwd.out);
+		if (runs_forward(&a.fwd)) {
+			assert_true(forward_error(&a) < 1e-5);
+			assert_int_equal(cell[2], 99);
+			assert_int_equal(cell[3], 1024);
+		}
+		memset(&a.fwd.dropout_seed_ptr, 0, 4 * sizeof a.fwd.dropout_seed_ptr);
 		a.fwd.dropout_p = 1e-45f; /* less than one in 2^32: keeps everything */
 		poison(&a.fwd.out);
 		if (runs_forward(&a.fwd)) {
