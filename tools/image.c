@@ -409,15 +409,16 @@ static int create(const tool_command *command, const char *path, const char *arc
 	uint32_t lines = 0, count = 0;
 	for (char *c = text; *c; c++) lines += *c == '\n';
 	ingot__pack_item *items = tool_alloc((lines + 1) * sizeof *items);
-	int failed = 0;
+	int failed = 0, status;
 	for (char *line = text, *next; *line; line = next) {
 		next = strchr(line, '\n');
 		if (next) *next++ = 0;
 		else next = line + strlen(line);
 		if (*line && create_one(command, arch, line, &items[count++])) failed++;
 	}
-	int status =
-		failed ? tool_failed(command, "%s was not made: %d of %u images are at fault", path, failed, count) : TOOL_OK;
+	if (failed) status = tool_failed(command, "%s was not made: %d of %u images are at fault", path, failed, count);
+	else if (!count) status = tool_failed(command, "%s was not made: %s lists no image", path, list_path);
+	else status = TOOL_OK;
 	if (!status && ingot__pack_write(path, arch, toolchain, items, count))
 		status = tool_failed(command, "%s", packs_error());
 	for (uint32_t i = 0; i < count; i++) free((void *)(uintptr_t)items[i].object);

@@ -300,6 +300,9 @@ static void test_image(void **state) {
 	snprintf(line, sizeof line, "image merge %s -o %s", pack, pack);
 	assert_int_equal(ingot(line), TOOL_OK);
 	unlink(pack);
+	snprintf(line, sizeof line, "image create /dev/null --arch sm_90a -o %s", pack); /* of nothing, nothing */
+	assert_int_equal(ingot(line), TOOL_FAILED);
+	assert_int_equal(access(pack, F_OK), -1);
 	assert_int_equal(ingot("build --arch sm_90a --list --only zzz"), TOOL_FAILED);
 }
 
