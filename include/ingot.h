@@ -83,7 +83,8 @@ INGOT_API const char *ingot_version_string(void);
 
 /* Levels: 0 nothing (default), 1 errors, 2 degradations, 3 choices, 4 every call, 5 everything. The environment variable
  * INGOT_LOG gives the level and stderr the place, until this is called. callback NULL: back to stderr. The callback may run
- * on any thread, one call at a time; message is valid during it and ends without a newline. */
+ * on any thread, one call at a time; message is valid during it and ends without a newline. A wrong value in any INGOT_*
+ * variable is ignored and logged at level 1; in INGOT_LOG itself it is said on stderr. */
 typedef void (*ingot_log_callback)(void *context, int32_t level, const char *message);
 INGOT_API void ingot_set_log(int32_t level, ingot_log_callback callback, void *context);
 

@@ -27,7 +27,15 @@ static void print_help(FILE *to) {
 	        "INGOT_NUM_THREADS sets the number of threads, INGOT_LOG (0 to 5) how much the library says on stderr.\n");
 }
 
+/* What the library says of a variable of its environment; its other errors are the subcommands' to tell. */
+static void tell_variable(void *context, int32_t level, const char *message) {
+	(void)context, (void)level;
+	if (!strncmp(message, "INGOT_", 6)) fprintf(stderr, "ingot: %s\n", message);
+}
+
 int tool_main(int argc, char **argv) {
+	const char *const log = getenv("INGOT_LOG");
+	if (!log || !*log) ingot_set_log(1, tell_variable, NULL);
 	if (argc < 2) {
 		print_help(stderr);
 		return TOOL_USAGE;

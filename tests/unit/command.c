@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "packs.h"
@@ -99,6 +100,30 @@ static int ingot_heard(const char *line, int stream) {
 	said[fread(said, 1, sizeof said - 1, f)] = 0;
 	fclose(f);
 	return status;
+}
+
+/* A variable that is wrong changes nothing, and the command says so without being asked for a log. In processes of their own,
+ * made before this one has read any. */
+static void test_wrong_variables_are_told(void **state) {
+	static const char *const wrong[][2] = {{"INGOT_NUM_THREADS", "abc"},
+	                                       {"INGOT_NUM_THREADS", "99999999999"},
+	                                       {"INGOT_CPU_ARCH", "z80"},
+	                                       {"INGOT_TUNING_PATH", "/no/such/rows"},
+	                                       {"INGOT_LOG", "loud"}};
+	for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+		fflush(NULL);
+		const pid_t child = fork();
+		if (child == 0) {
+			unsetenv("INGOT_LOG");
+			setenv(wrong[i][0], wrong[i][1], 1);
+			const int status = ingot_heard("explain fwd:b1,h1,s9,d16", 2);
+			const char *const name = strstr(said, wrong[i][0]);
+			_exit(status != TOOL_OK ? 1 : !name || !strstr(name, wrong[i][1]) ? 2 : strstr(name + 1, "INGOT_") ? 3 : 0);
+		}
+		int status = -1;
+		assert_true(child > 0 && waitpid(child, &status, 0) == child);
+		if (status) fail_msg("%s=%s: %d", wrong[i][0], wrong[i][1], WEXITSTATUS(status));
+	}
 }
 
 /* Output that went nowhere is no success. */
@@ -402,6 +427,7 @@ static void test_attn_keeps_its_input(void **state) {
 }
 
 int main(void) {
+	const struct CMUnitTest before[] = {cmocka_unit_test(test_wrong_variables_are_told)};
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_wrong_use_is_2),
 		cmocka_unit_test(test_help_is_0),
@@ -418,5 +444,6 @@ int main(void) {
 		cmocka_unit_test(test_attn_windows_have_bounds),
 		cmocka_unit_test(test_attn_keeps_its_input),
 	};
-	return cmocka_run_group_tests(tests, make_attn, remove_attn);
+	const int failed = cmocka_run_group_tests(before, NULL, NULL); /* before a call reads them */
+	return failed + cmocka_run_group_tests(tests, make_attn, remove_attn);
 }
