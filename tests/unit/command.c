@@ -19,6 +19,7 @@
 #include "packs.h"
 #include "rows.h"
 #include "safetensors.h"
+#include "scratch.h"
 #include "tool.h"
 
 /* The status of "ingot <line>"; blanks separate words. */
@@ -169,7 +170,7 @@ static void test_nothing_run_is_inconclusive(void **state) {
 
 /* A disk that is full takes no earlier results with it. */
 static void test_check_saves_whole_or_not_at_all(void **state) {
-	char path[] = "/tmp/ingot_save_XXXXXX", line[128], kept[64] = "";
+	char path[] = "save-XXXXXX", line[128], kept[64] = "";
 	const int fd = mkstemp(path);
 	assert_true(fd >= 0 && write(fd, "before", 6) == 6 && close(fd) == 0);
 	snprintf(line, sizeof line, "check --problem fwd:b1,h1,s9,d16,f32 --seed 3 --backend reference --save %s", path);
@@ -199,7 +200,7 @@ static void test_check_saves_whole_or_not_at_all(void **state) {
 enum { ATTN_ROWS = 6, ATTN_D = 4, ATTN_N = 2 * ATTN_ROWS * ATTN_D };
 static float attn_values[4][ATTN_N];
 static safetensors_entry attn_entries[5];
-static char attn_path[32];
+static const char attn_path[] = "attn.safetensors";
 
 static void write_attn(int count, const cJSON *metadata) {
 	char error[SAFETENSORS_ERROR];
@@ -207,7 +208,7 @@ static void write_attn(int count, const cJSON *metadata) {
 }
 
 static int make_attn(void **state) {
-	(void)state;
+	if (scratch_begin(state)) return -1;
 	const int64_t shape[] = {1, 2, ATTN_ROWS, ATTN_D};
 	static const char *const names[] = {"l.q", "l.k", "l.v", "l.out"};
 	ingot_tensor t[4];
@@ -221,15 +222,8 @@ static int make_attn(void **state) {
 	const ingot_attn_fwd_params p = {
 		.struct_size = sizeof p, .q = t[0], .k = t[1], .v = t[2], .out = t[3], .mask = INGOT_MASK_CAUSAL};
 	assert_int_equal(ingot_attn_fwd(&p, (ingot_stream){0}, NULL), INGOT_OK);
-	strcpy(attn_path, "attn-XXXXXX");
-	close(mkstemp(attn_path));
 	write_attn(4, NULL);
 	return 0;
-}
-
-static int remove_attn(void **state) {
-	(void)state;
-	return unlink(attn_path);
 }
 
 static int attn(const char *more) {
@@ -445,5 +439,5 @@ int main(void) {
 		cmocka_unit_test(test_attn_keeps_its_input),
 	};
 	const int failed = cmocka_run_group_tests(before, NULL, NULL); /* before a call reads them */
-	return failed + cmocka_run_group_tests(tests, make_attn, remove_attn);
+	return failed + cmocka_run_group_tests(tests, make_attn, scratch_end);
 }

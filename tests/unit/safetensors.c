@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "safetensors.h"
+#include "scratch.h"
 
 /* A file of that header and that many bytes of data, each byte its own place. */
 static unsigned char *make(const char *header, size_t data, size_t *size) {
@@ -145,5 +146,5 @@ int main(void) {
 		cmocka_unit_test(test_every_cut_is_refused),
 		cmocka_unit_test(test_writes_whole_or_not_at_all),
 	};
-	return cmocka_run_group_tests(tests, NULL, NULL);
+	return cmocka_run_group_tests(tests, scratch_begin, scratch_end);
 }

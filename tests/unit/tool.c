@@ -16,6 +16,7 @@
 #include "kernels/cpu.h"
 #include "rows.h"
 #include "rule.h"
+#include "scratch.h"
 #include "support/tuning.h"
 
 /* Printing and reading again gives the same problem, for every line of the tiers and many generated ones. */
@@ -354,5 +355,5 @@ int main(void) {
 		cmocka_unit_test(test_work_is_of_the_lengths),
 		cmocka_unit_test(test_rows),
 	};
-	return cmocka_run_group_tests(tests, NULL, NULL);
+	return cmocka_run_group_tests(tests, scratch_begin, scratch_end);
 }
