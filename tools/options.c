@@ -176,7 +176,10 @@ int tool_parse(const tool_command *command, const tool_option *options, int argc
 
 int tool_check_writable(const tool_command *command, const char *option, const char *path) {
 	struct stat is;
-	if (stat(path, &is) == 0 && S_ISDIR(is.st_mode)) return tool_usage(command, "%s %s is a folder", option, path);
+	if (!*path) return tool_usage(command, "%s \"\" is no file", option);
+	if (stat(path, &is) == 0 && !S_ISREG(is.st_mode))
+		return tool_usage(command, "%s %s is %s", option, path,
+		                  S_ISDIR(is.st_mode) ? "a folder" : "no regular file; it is not replaced");
 	char *copy = strdup(path);
 	const bool writable = copy && access(dirname(copy), W_OK | X_OK) == 0;
 	free(copy);

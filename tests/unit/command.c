@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -287,6 +288,26 @@ static void test_rows_files(void **state) {
 	assert_int_equal(access(path, F_OK), -1);
 }
 
+/* A file takes the place of files only, never of a device. */
+static void test_devices_are_not_replaced(void **state) {
+	static const char *const lines[] = {"bench --problem fwd:b1,h1,s9,d16,f32 --seconds 0 --rows fifo",
+	                                    "check --level 2 --backend attn_merge_reference --rows fifo"};
+	assert_int_equal(mkfifo("fifo", 0600), 0);
+	/* its two ends are held, so that nobody waits for the other */
+	const int fd = open("fifo", O_RDWR | O_NONBLOCK);
+	assert_true(fd >= 0 && write(fd, "#\n", 2) == 2);
+	assert_int_equal(attn("--mask causal --out fifo"), TOOL_USAGE);
+	for (int i = 0; i < 2; i++) {
+		if (ingot_heard(lines[i], 2) != TOOL_USAGE) fail_msg("ingot %s: not status 2", lines[i]);
+		assert_non_null(strstr(said, "--rows fifo is no regular file"));
+	}
+	struct stat is;
+	assert_true(stat("fifo", &is) == 0 && S_ISFIFO(is.st_mode));
+	close(fd);
+	unlink("fifo");
+	assert_int_equal(ingot("check --level 0 --save="), TOOL_USAGE);
+}
+
 /* Nothing to time is said. */
 static void test_bench_says_that_nothing_is_left(void **state) {
 	assert_int_equal(ingot_heard("bench --only zzz", 2), TOOL_USAGE);
@@ -430,6 +451,7 @@ int main(void) {
 		cmocka_unit_test(test_nothing_run_is_inconclusive),
 		cmocka_unit_test(test_check_saves_whole_or_not_at_all),
 		cmocka_unit_test(test_rows_files),
+		cmocka_unit_test(test_devices_are_not_replaced),
 		cmocka_unit_test(test_bench_says_that_nothing_is_left),
 		cmocka_unit_test(test_image),
 		cmocka_unit_test(test_attn_compares),
