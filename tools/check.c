@@ -115,7 +115,7 @@ void check_small_case(check_run *run, const problem *p, uint64_t seed) {
 		check_kernel *kernel = &run->kernels[i];
 		if (kernel->op != op) continue;
 		const double turn = tool_now();
-		static const int32_t counts[] = {2, 1, 3, 7, 17};
+		const int32_t counts[] = {run->threads, 1, 3, 7, 17};
 		uint64_t bits = 0;
 		bool good = true;
 		double worst = 0;
@@ -151,7 +151,8 @@ void check_small_case(check_run *run, const problem *p, uint64_t seed) {
 				check_fail(run, kernel, p, seed, "%s", error);
 				good = false;
 			} else if (r > 0 && now != bits) {
-				check_fail(run, kernel, p, seed, "deterministic, yet %d threads give other bits than 2", counts[r]);
+				check_fail(run, kernel, p, seed, "deterministic, yet %d threads give other bits than %d%s", counts[r],
+				           counts[0], counts[0] ? "" : " (all)");
 				good = false;
 			}
 			if (r == 0) {
@@ -406,6 +407,12 @@ static int run(const tool_command *command, int argc, char **argv) {
 	int count;
 	const int stop = tool_parse(command, options, argc, argv, NULL, 0, &count);
 	if (stop >= 0) return stop;
+	if (line && (from || seconds || r.only))
+		return tool_usage(command, "%s chooses among many cases; --problem is one",
+		                  from      ? "--from"
+		                  : seconds ? "--seconds"
+		                            : "--only");
+	if (json && r.verbose) return tool_usage(command, "--json and --verbose exclude each other: a line is no JSON");
 	if (!gpu_open(device, &why)) return tool_usage(command, "--device %s: %s", device, why);
 	if (!jobs) {
 		int32_t processors = 1;

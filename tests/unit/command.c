@@ -54,6 +54,10 @@ static void test_wrong_use_is_2(void **state) {
 		"bench --from 0",
 		"bench --device gpu",
 		"check --jobs 0",
+		"check --problem fwd:b1,h1,s9,d16,f32 --from 1",
+		"check --problem fwd:b1,h1,s9,d16,f32 --seconds 9",
+		"check --problem fwd:b1,h1,s9,d16,f32 --only b1",
+		"check --problem fwd:b1,h1,s9,d16,f32 --json --verbose",
 		"check --level 0 --save no_such_folder/check.json",
 		"check --level 0 --save .",
 		"check --device cuda:x",
@@ -167,6 +171,28 @@ static void test_list_fits_a_terminal(void **state) {
 static void test_nothing_run_is_inconclusive(void **state) {
 	assert_int_equal(ingot("check --only no_line_holds_this"), TOOL_INCONCLUSIVE);
 	assert_int_equal(ingot("check --problem fwd:b1,h1,s9,d16,f32 --seed 3"), TOOL_OK);
+}
+
+static void count_threads(void *context, int32_t level, const char *message) {
+	(void)level;
+	*(int *)context += strstr(message, "up to 5 threads") != NULL;
+}
+
+/* Each operator's first run has the threads that were asked for. */
+static void test_check_threads(void **state) {
+	static const char *const problems[] = {"fwd:b1,h1,s9,d16", "bwd:b1,h1,s9,d16", "merge:b1,h2,s8,d64,parts=3",
+	                                       "append:b2,hk2,s1,sk64,d64", "mask:b1,h2,s8,dropout=0.1"};
+	char line[128];
+	setenv("INGOT_LOG", "4", 1); /* the command leaves the log to it */
+	for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) {
+		int count = 0;
+		ingot_set_log(4, count_threads, &count);
+		snprintf(line, sizeof line, "check --problem %s --threads 5", problems[i]);
+		const int status = ingot(line);
+		if (status != TOOL_OK || count == 0) fail_msg("ingot %s: status %d, %d calls", line, status, count);
+	}
+	ingot_set_log(0, NULL, NULL);
+	unsetenv("INGOT_LOG");
 }
 
 /* A disk that is full takes no earlier results with it. */
@@ -449,6 +475,7 @@ int main(void) {
 		cmocka_unit_test(test_a_full_disk_is_told),
 		cmocka_unit_test(test_list_fits_a_terminal),
 		cmocka_unit_test(test_nothing_run_is_inconclusive),
+		cmocka_unit_test(test_check_threads),
 		cmocka_unit_test(test_check_saves_whole_or_not_at_all),
 		cmocka_unit_test(test_rows_files),
 		cmocka_unit_test(test_devices_are_not_replaced),
