@@ -182,10 +182,12 @@ static int verify(const tool_command *command, const char *path, const char *onl
 static int extract(const tool_command *command, const char *path, const char *folder, const char *only) {
 	ingot__pack *pack;
 	const ingot__pack_entry *entry;
-	uint32_t count, written = 0;
+	uint32_t count, wanted = 0;
 	int status = open_pack(command, path, &pack, &entry, &count);
 	if (status) return status;
-	if (mkdir(folder, 0755) && errno != EEXIST) status = tool_failed(command, "%s: %s", folder, strerror(errno));
+	for (uint32_t i = 0; i < count; i++) wanted += is_asked_for(&entry[i], only);
+	if (!wanted) status = no_image(command, path, only);
+	else if (mkdir(folder, 0755) && errno != EEXIST) status = tool_failed(command, "%s: %s", folder, strerror(errno));
 	for (uint32_t i = 0; i < count && !status; i++) {
 		char name[4096];
 		void *object;
@@ -199,11 +201,9 @@ static int extract(const tool_command *command, const char *path, const char *fo
 			snprintf(name, sizeof name, "%s/%s.%s.cubin", folder, entry[i].implementation, entry[i].variant);
 			status = tool_write_file(command, name, object, entry[i].size);
 			free(object);
-			written++;
 		}
 	}
-	if (!status && !written) status = no_image(command, path, only);
-	else if (!status) printf("%u objects in %s\n", written, folder);
+	if (!status) printf("%u objects in %s\n", wanted, folder);
 	ingot__pack_close(pack);
 	return status;
 }

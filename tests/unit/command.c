@@ -347,11 +347,12 @@ static void test_image(void **state) {
 	char pack[] = "pack-XXXXXX", line[128];
 	close(mkstemp(pack));
 	assert_int_equal(ingot__pack_write(pack, "sm_90a", "none", NULL, 0), INGOT_OK);
-	static const char *const failed[] = {"image verify %s --only zzz", "image extract %s --only zzz -o ."};
+	static const char *const failed[] = {"image verify %s --only zzz", "image extract %s --only zzz -o objects"};
 	for (int i = 0; i < 2; i++) {
 		snprintf(line, sizeof line, failed[i], pack);
 		if (ingot(line) != TOOL_FAILED) fail_msg("ingot %s: not status 1", line);
 	}
+	assert_int_equal(access("objects", F_OK), -1);
 	static const char *const stray[] = {"image list %s --only zzz", "image verify %s --json", "image diff %s %s -o x",
 	                                    "image list %s --arch sm_90a"};
 	for (int i = 0; i < 4; i++) {
