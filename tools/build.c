@@ -56,7 +56,7 @@ static bool built_for(const ingot_implementation *impl, const char *arch) {
 
 static int parse_archs(plan *p, const char *text) {
 	char copy[256];
-	if (!*text)
+	if (!text[strspn(text, ",")])
 		return tool_usage(p->command,
 		                  "--arch is missing; give one or more of the architectures that --help lists, by commas");
 	snprintf(copy, sizeof copy, "%s", text);
@@ -373,16 +373,17 @@ static int run(const tool_command *command, int argc, char **argv) {
 	int status = tool_parse(command, options, argc, argv, NULL, 0, &count);
 	if (status >= 0) return status;
 	if ((status = parse_archs(&p, arch))) return status;
+	if (!*out) return tool_usage(command, "-o \"\" is no folder");
 	int images = 0;
 	for (int i = 0; i < p.arch_count; i++) {
 		const char *name = archs[p.arch[i]].name;
 		const int n = each_image(&p, name, list ? print_image : NULL, (void *)(uintptr_t)name);
+		if (!n) return tool_failed(command, "no image of %s is called like --only \"%s\"", name, p.only);
 		if (n > VARIANTS_MOST)
 			return tool_failed(command, "%s has %d images; more than %d are a design gone wrong", name, n,
 			                   VARIANTS_MOST);
 		images += n;
 	}
-	if (!images) return tool_failed(command, "no image is called like --only \"%s\"", p.only);
 	if (list) return TOOL_OK;
 	if ((status = find_compiler(&p, nvcc)) || (status = find_source(&p, source)) || (status = make_folder(&p, out)))
 		return status;

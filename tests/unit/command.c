@@ -49,6 +49,8 @@ static void test_wrong_use_is_2(void **state) {
 		"check --level -1",
 		"check --seed -1",
 		"check --backend no_such_kernel",
+		"build --arch ,",
+		"build --arch sm_90a -o=",
 		"bench --threads 0",
 		"bench --problem merge:frobnicate",
 		"bench --from 0",
@@ -371,6 +373,9 @@ static void test_image(void **state) {
 	assert_int_equal(ingot(line), TOOL_FAILED);
 	assert_int_equal(access(pack, F_OK), -1);
 	assert_int_equal(ingot("build --arch sm_90a --list --only zzz"), TOOL_FAILED);
+	assert_int_equal(ingot("build --arch sm_90a --list --only sm90"), TOOL_OK);
+	assert_int_equal(ingot("build --arch sm_90a,sm_80 --list --only sm90"),
+	                 TOOL_FAILED); /* half of what was asked for */
 }
 
 /* attn passes on the textbook's own result, and fails where the file expects another; the results are written both times. */
