@@ -33,6 +33,15 @@ static void tell_variable(void *context, int32_t level, const char *message) {
 	if (!strncmp(message, "INGOT_", 6)) fprintf(stderr, "ingot: %s\n", message);
 }
 
+/* On a full disk, results that are not there must not look like good ones. */
+static int flushed(int status, const char *name) {
+	const bool lost = fflush(stdout) != 0 || ferror(stdout);
+	clearerr(stdout);
+	if (status != TOOL_OK || !lost) return status;
+	fprintf(stderr, "ingot%s%s: the output cannot be written\n", *name ? " " : "", name);
+	return TOOL_FAILED;
+}
+
 int tool_main(int argc, char **argv) {
 	const char *const log = getenv("INGOT_LOG");
 	if (!log || !*log) ingot_set_log(1, tell_variable, NULL);
@@ -42,20 +51,15 @@ int tool_main(int argc, char **argv) {
 	}
 	if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "help") == 0) {
 		print_help(stdout);
-		return TOOL_OK;
+		return flushed(TOOL_OK, "");
 	}
 	if (strcmp(argv[1], "--version") == 0) {
 		printf("ingot %s\n", ingot_version_string());
-		return TOOL_OK;
+		return flushed(TOOL_OK, "");
 	}
 	for (int i = 0; i < COMMANDS; i++)
-		if (strcmp(argv[1], commands[i]->name) == 0) {
-			const int status = commands[i]->run(commands[i], argc - 2, argv + 2);
-			/* On a full disk, results that are not there must not look like good ones. */
-			const bool lost = fflush(stdout) != 0 || ferror(stdout);
-			clearerr(stdout);
-			return status == TOOL_OK && lost ? tool_failed(commands[i], "the output cannot be written") : status;
-		}
+		if (strcmp(argv[1], commands[i]->name) == 0)
+			return flushed(commands[i]->run(commands[i], argc - 2, argv + 2), commands[i]->name);
 	fprintf(stderr, "ingot: unknown command \"%s\"; allowed are", argv[1]);
 	for (int i = 0; i < COMMANDS; i++) fprintf(stderr, "%s %s", i ? "," : "", commands[i]->name);
 	fprintf(stderr, "\n");
