@@ -364,8 +364,9 @@ static void bench_problem(bench *b, const char *name, const problem *p, int32_t 
 	}
 }
 
-/* A line of a suite: a name and a problem; '#' begins a remark, there or in place of a row. False after a message. */
-static bool bench_line(bench *b, const char *text, const char *where, int number) {
+/* A line of a suite: a name and a problem; '#' begins a remark, there or in place of a row. Without `times` it is only read.
+ * False after a message. */
+static bool bench_line(bench *b, const char *text, const char *where, int number, bool times) {
 	char name[64], line[PROBLEM_TEXT], error[256];
 	problem p;
 	int end = 0;
@@ -377,6 +378,7 @@ static bool bench_line(bench *b, const char *text, const char *where, int number
 		tool_usage(b->command, "%s line %d: %s", where, number, error);
 		return false;
 	}
+	if (!times) return true;
 	if (++b->problems < b->s->from) return true;
 	if (b->s->only && !strstr(name, b->s->only) && !strstr(line, b->s->only)) return true;
 	static int on_terminal = -1;
@@ -389,15 +391,29 @@ static bool bench_line(bench *b, const char *text, const char *where, int number
 static bool bench_file(bench *b, const char *path) {
 	FILE *f = fopen(path, "re");
 	if (!f) {
-		tool_failed(b->command, "%s: %s", path, strerror(errno));
+		tool_usage(b->command, "--suite %s: %s", path, strerror(errno));
 		return false;
 	}
-	char text[2 * PROBLEM_TEXT];
-	bool good = true;
-	for (int number = 1; good && fgets(text, sizeof text, f); number++) {
-		text[strcspn(text, "\r\n")] = 0;
-		if (text[strspn(text, " \t")] && text[0] != '#') good = bench_line(b, text, path, number);
+	char *text = NULL;
+	size_t room = 0;
+	ssize_t length = getdelim(&text, &room, 0, f);
+	const bool unread = ferror(f) != 0, cut = length > 0 && !text[length - 1];
+	bool good = !unread && !cut;
+	if (unread) tool_usage(b->command, "--suite %s cannot be read: %s", path, strerror(errno));
+	else if (cut) tool_usage(b->command, "--suite %s holds a zero byte: it is no text", path);
+	if (length < 0) length = 0;
+	/* All of it is read before any is timed: what is wrong at its end is no news for the end of hours. */
+	for (int times = 0; good && times < 2; times++) {
+		char *line = text, *const end = text + length;
+		for (int number = 1; good && line < end; number++) {
+			char *const stop = line + strcspn(line, "\r\n"), was = *stop;
+			*stop = 0;
+			if (line[strspn(line, " \t")] && line[0] != '#') good = bench_line(b, line, path, number, times);
+			*stop = was;
+			line = stop + (was == '\r' && stop[1] == '\n') + 1;
+		}
 	}
+	free(text);
 	fclose(f);
 	return good;
 }
@@ -472,12 +488,13 @@ static int run(const tool_command *command, int argc, char **argv) {
 	if (problem_text) {
 		char text[PROBLEM_TEXT + 8];
 		snprintf(text, sizeof text, "- %s", problem_text);
-		good = bench_line(&b, text, "--problem", 1);
+		good = bench_line(&b, text, "--problem", 1, true);
 	} else if (suite) {
 		good = bench_file(&b, suite);
 	} else {
 		const bench_lines *const lines = gpu ? &bench_suite_cuda : &bench_suite_cpu;
-		for (int i = 0; good && i < lines->count; i++) good = bench_line(&b, lines->lines[i], "built-in suite", i + 1);
+		for (int i = 0; good && i < lines->count; i++)
+			good = bench_line(&b, lines->lines[i], "built-in suite", i + 1, true);
 	}
 	if (s.json) {
 		char *text = cJSON_Print(root);

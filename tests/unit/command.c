@@ -348,6 +348,27 @@ static void test_bench_says_that_nothing_is_left(void **state) {
 	assert_non_null(strstr(said, "--from 99999"));
 }
 
+/* A suite that cannot be read to its end is told before anything of it is timed. */
+static void test_bench_reads_the_suite_first(void **state) {
+	FILE *f = fopen("suite", "w");
+	assert_non_null(f);
+	fputs("good fwd:b1,h1,s9,d16,f32 # a remark\n\nbad fwd:b1,frobnicate\n", f);
+	fclose(f);
+	assert_int_equal(ingot_heard("bench --suite suite --seconds 0", 1), TOOL_USAGE);
+	assert_null(strstr(said, "good"));
+	assert_int_equal(ingot_heard("bench --suite suite --seconds 0", 2), TOOL_USAGE);
+	assert_non_null(strstr(said, "suite line 3: \"frobnicate\""));
+	assert_int_equal(ingot("bench --suite /dev/zero"), TOOL_USAGE);
+	assert_int_equal(ingot_heard("bench --suite .", 2), TOOL_USAGE);
+	assert_non_null(strstr(said, "--suite . cannot be read"));
+	f = fopen("suite", "w");
+	assert_non_null(f);
+	fputs("one fwd:b1,h1,s9,d16,f32\r\ntwo fwd:b1,h1,s9,d16,f32", f); /* no newline at its end */
+	fclose(f);
+	assert_int_equal(ingot_heard("bench --suite suite --seconds 0 --from 2", 1), TOOL_OK);
+	assert_true(!strstr(said, "one ") && strstr(said, "two "));
+}
+
 /* Packs: nothing to verify is no success, a verb takes its own options only, and a pack replaces packs only. */
 static void test_image(void **state) {
 	char pack[] = "pack-XXXXXX", line[128];
@@ -490,6 +511,7 @@ int main(void) {
 		cmocka_unit_test(test_rows_files),
 		cmocka_unit_test(test_devices_are_not_replaced),
 		cmocka_unit_test(test_bench_says_that_nothing_is_left),
+		cmocka_unit_test(test_bench_reads_the_suite_first),
 		cmocka_unit_test(test_image),
 		cmocka_unit_test(test_attn_compares),
 		cmocka_unit_test(test_attn_uses_every_tensor),
