@@ -47,9 +47,13 @@ static bool read_line(char *line, row *r) {
 		if (strlen(column[i]) >= size[i]) return false;
 		strcpy(text[i], column[i]);
 	}
-	r->microseconds = strtod(column[5], NULL);
-	r->error_ratio = strtod(column[6], NULL);
-	r->cases = strtoll(column[7], NULL, 10);
+	/* a number that cannot be read must not be written back as 0 */
+	char *end[3];
+	r->microseconds = strtod(column[5], &end[0]);
+	r->error_ratio = strtod(column[6], &end[1]);
+	r->cases = strtoll(column[7], &end[2], 10);
+	for (int i = 0; i < 3; i++)
+		if (end[i] == column[5 + i] || *end[i]) return false;
 	return !rest;
 }
 
@@ -70,8 +74,11 @@ static bool read_table(const char *path, table *t, char *error, size_t capacity)
 			return false;
 		}
 	}
+	/* what is not read would be lost when the table is written */
+	const bool good = !ferror(f);
+	if (!good) snprintf(error, capacity, "%s cannot be read: %s", path, strerror(errno));
 	fclose(f);
-	return true;
+	return good;
 }
 
 static int compare_keys(const row *a, const row *b) {

@@ -335,6 +335,21 @@ static void test_rows(void **state) {
 	assert_false(rows_check(path, "avx512", false, error, sizeof error));
 	assert_non_null(strstr(error, "rows of avx2"));
 	assert_false(rows_check(INGOT_SOURCE_DIR "/README.md", "avx2", false, error, sizeof error));
+	assert_false(rows_check(".", "avx2", false, error, sizeof error));
+	/* what cannot be read is not written back as something else */
+	static const char *const wrong[] = {"fast\t0.5\t42", "9.0us\t0.5\t42", "9.0\t\t42", "9.0\t0.5\tmany"};
+	for (int i = 0; i < 4; i++) {
+		char line[256], kept[256] = "";
+		snprintf(line, sizeof line, "attn_fwd\tavx2\tf32\tattn_fwd_avx2\tgeneral\t%s\td1\tm\t2026-01-01\n", wrong[i]);
+		f = fopen(path, "w");
+		assert_true(f && fputs(line, f) >= 0 && fclose(f) == 0);
+		if (rows_merge(path, &a, 1, error, sizeof error)) fail_msg("%s was read", line);
+		assert_non_null(strstr(error, "line 1"));
+		f = fopen(path, "r");
+		assert_true(f && fgets(kept, sizeof kept, f));
+		fclose(f);
+		assert_string_equal(kept, line);
+	}
 	unlink(path);
 	assert_true(rows_check(path, "avx2", false, error, sizeof error));
 	assert_false(rows_check(path, "avx2", true, error, sizeof error));
