@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 
 #include "pipeline.h"
@@ -91,10 +92,19 @@ static void add_packs(store *s, const char *folder, size_t length) {
 	}
 }
 
-static void add_folders(store *s, const char *list) {
-	while (list && *list) {
+static bool is_folder(const char *path, size_t length) {
+	char copy[4096];
+	struct stat is;
+	snprintf(copy, sizeof copy, "%.*s", (int)length, path);
+	return stat(copy, &is) == 0 && S_ISDIR(is.st_mode);
+}
+
+static void add_folders(store *s, const char *list, const char *from) {
+	while (*list) {
 		const size_t length = strcspn(list, ":");
-		if (length) add_packs(s, list, length);
+		if (length && length < 4096 && !is_folder(list, length))
+			ingot__log(1, "%s: \"%.*s\" is no folder; it is left out", from, (int)length, list);
+		else if (length) add_packs(s, list, length);
 		list += length + (list[length] == ':');
 	}
 }
@@ -122,8 +132,8 @@ static store *make_store(const ingot__device *device, const char *path) {
 		return NULL;
 	}
 	const double start = milliseconds();
-	if (*path) add_folders(s, path);
-	add_folders(s, s->searched);
+	add_folders(s, path, "options.image_path");
+	add_folders(s, s->searched, "INGOT_IMAGE_PATH");
 	const char *own = ingot__library_folder();
 	if (*own) add_packs(s, own, strlen(own));
 	ingot__log(3, "%s: %d packs found and opened in %.3f ms", device->model, s->packs, milliseconds() - start);

@@ -879,13 +879,30 @@ static int call_logged(void *argument) {
 	return finish();
 }
 
-/* A folder without a pack is no error in the log, and a damaged pack is one. */
+/* argument: the variable or the option. */
+static int call_with_no_folder(void *argument) {
+	char list[4200], named[128];
+	const bool option = argument != NULL;
+	snprintf(list, sizeof list, "/no/such/packs:%s", getenv("INGOT_IMAGE_PATH"));
+	if (!option) setenv("INGOT_IMAGE_PATH", list, 1);
+	ingot_set_log(1, count_logged, NULL);
+	const call c = forward(NULL);
+	const ingot_options o = {.struct_size = sizeof o, .image_path = option ? list : NULL};
+	for (int i = 0; i < 2; i++) CHECK(!make(&c, RUN, on(0, NULL), &o), "%s", ingot_last_error());
+	snprintf(named, sizeof named, "%s: \"/no/such/packs\"", option ? "options.image_path" : "INGOT_IMAGE_PATH");
+	CHECK(logged == 1 && strstr(last_logged, named), "%d: %s", logged, last_logged);
+	return finish();
+}
+
+/* A folder without a pack is no error in the log; a damaged pack is one, and so is a folder that is not there. */
 static void test_the_log_of_the_search(void **state) {
 	bool damaged = false;
 	in_child(call_logged, &damaged);
 	damaged_pack(100);
 	damaged = true;
 	in_child(call_logged, &damaged);
+	in_child(call_with_no_folder, NULL);
+	in_child(call_with_no_folder, &damaged);
 }
 
 /* Where no pack is found, the sentence is about that, and about where it was looked for; `explain` says the same of a call. */
