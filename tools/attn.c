@@ -220,6 +220,12 @@ static bool read_mask(const tool_command *command, const settings *s, layer *l) 
 		tool_failed(command, "the file's mask is \"%s\"; allowed are none, causal, window", mask);
 		return false;
 	}
+	const char *const bound = safetensors_metadata(l->file, "window_left") ? "window_left" : "window_right";
+	if (!s->mask && p->mask != INGOT_MASK_WINDOW && safetensors_metadata(l->file, bound)) {
+		tool_failed(command, "the file has %s \"%s\", and its mask is \"%s\", not window", bound,
+		            safetensors_metadata(l->file, bound), mask);
+		return false;
+	}
 	if (p->mask == INGOT_MASK_WINDOW) {
 		char joined[64];
 		const char *left = safetensors_metadata(l->file, "window_left"),

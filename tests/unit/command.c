@@ -479,6 +479,11 @@ static void test_attn_windows_have_bounds(void **state) {
 	cJSON_AddStringToObject(metadata, "window_right", "0");
 	write_attn(4, metadata);
 	assert_int_equal(attn(""), TOOL_OK);
+	/* bounds of another mask are a contradiction of the file's, and nothing where the option says which mask */
+	cJSON_ReplaceItemInObject(metadata, "mask", cJSON_CreateString("causal"));
+	write_attn(4, metadata);
+	assert_int_equal(attn(""), TOOL_FAILED);
+	assert_int_equal(attn("--mask causal"), TOOL_OK);
 	cJSON_Delete(metadata);
 	write_attn(4, NULL);
 }
