@@ -128,7 +128,7 @@ static int64_t value(const problem *p, size_t at) {
 
 const char *problem_grammar(void) {
 	return "A problem is OP:WORD,WORD,... with OP one of fwd, bwd, merge, append, mask (the dropout mask), and words\n"
-		   "that apply to it:\n"
+		   "that apply to it; of two that say the same the later counts:\n"
 		   "  b2 h8 hq8 hk2 s512 sq1 sk512 d64 dv64   batch, heads, lengths, head sizes (merge: b h s d; append: s new rows)\n"
 		   "  f32 f16 bf16 e4m3 e5m2 e4m3fnuz e5m2fnuz   type of q, k, v (f32)\n"
 		   "  kv=e4m3 out=f32 grads=f32               types of k and v, of out, of the gradients\n"
