@@ -414,6 +414,8 @@ static int run(const tool_command *command, int argc, char **argv) {
 		                            : "--only");
 	if (json && r.verbose) return tool_usage(command, "--json and --verbose exclude each other: a line is no JSON");
 	if (!gpu_open(device, &why)) return tool_usage(command, "--device %s: %s", device, why);
+	if (threads && gpu_stream().type != INGOT_CPU)
+		return tool_usage(command, "--threads are a CPU's; --device is %s", device);
 	if (!jobs) {
 		int32_t processors = 1;
 		ingot_device_describe((ingot_stream){0}, NULL, 0, NULL, 0, &processors);

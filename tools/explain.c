@@ -24,6 +24,8 @@ static int run(const tool_command *command, int argc, char **argv) {
 	const int stop = tool_parse(command, options, argc, argv, words, 1, &count);
 	if (stop >= 0) return stop;
 	if (!gpu_open(device, &why)) return tool_usage(command, "--device %s: %s", device, why);
+	if (threads && gpu_stream().type != INGOT_CPU)
+		return tool_usage(command, "--threads are a CPU's; --device is %s", device);
 	if (backend && !tool_backend_known(backend)) return tool_usage(command, TOOL_UNKNOWN_BACKEND, backend);
 	if (count == 0) return tool_usage(command, "no problem given; usage: ingot explain %s", command->usage);
 	problem p;

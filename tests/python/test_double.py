@@ -48,6 +48,15 @@ def test_a_row_is_timed_with_the_flags_it_asks_for(pack, words, refused):
     assert done.returncode == refused and ("atomics" in line.get("refused", "")) == refused, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("words", ["bench --problem", "explain", "check --problem"])
+def test_threads_are_refused_for_a_gpu(pack, words):
+    done = subprocess.run(
+        [COMMAND, *words.split(), "fwd:b1,h1,s64,d64,bf16", "--device", "cuda:0", "--threads", "3"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(DOUBLE), "INGOT_IMAGE_PATH": str(pack)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "--threads" in done.stderr, done.stdout + done.stderr
+
+
 def test_the_python_package_on_a_gpu(pack):
     """Its GPU half up to the driver: device, stream, results and workspace from the framework, and capture."""
     done = subprocess.run(
