@@ -485,6 +485,18 @@ static void mark_dead_keys(test_case *c) {
 			c->dead_key[b * c->max_k + j] = c->dead_key[j];
 }
 
+bool case_sizes(const problem *p, char *error, size_t capacity) {
+	const int64_t heads = p->heads_q > p->heads_k ? p->heads_q : p->heads_k, rows = p->sq > p->sk ? p->sq : p->sk;
+	if (rows > (int64_t)1 << 24 || p->batch > 4096 || heads > 4096)
+		return fail(error, capacity, "lengths up to 2^24 and up to 4096 sequences and heads can be built here");
+	double width = (double)(p->d > p->dv ? p->d : p->dv);
+	if (p->op == TOOL_MERGE) width *= (double)p->parts;
+	if (p->op == TOOL_MASK || p->bias_dtype) width = fmax(width, (double)rows);
+	if ((double)p->batch * (double)heads * (double)rows * (width + (double)p->pitch) > 0x1p56)
+		return fail(error, capacity, "tensors of up to 2^56 elements can be built here");
+	return true;
+}
+
 static bool check_words(const problem *p, char *error, size_t capacity) {
 	if (p->op != TOOL_FWD && p->op != TOOL_BWD) return fail(error, capacity, "this operator has no attention case");
 	if (p->heads_k == 0 ? p->heads_q != 0 : p->heads_q % p->heads_k != 0)
@@ -492,9 +504,7 @@ static bool check_words(const problem *p, char *error, size_t capacity) {
 	if (p->pages && p->op == TOOL_BWD) return fail(error, capacity, "backward has no pages");
 	if ((p->q_side >> 1 & 3) == INGOT_LENGTH_LAST_PAGE || (!p->pages && (p->k_side >> 1 & 3) == INGOT_LENGTH_LAST_PAGE))
 		return fail(error, capacity, "lengths of the last page need csrlast");
-	if (p->sq > (int64_t)1 << 24 || p->sk > (int64_t)1 << 24 || p->batch > 4096 || p->heads_q > 4096)
-		return fail(error, capacity, "lengths up to 2^24 and up to 4096 sequences and heads can be built here");
-	return true;
+	return case_sizes(p, error, capacity);
 }
 
 static void build_params(test_case *c) {

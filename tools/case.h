@@ -34,6 +34,8 @@ typedef struct test_outputs {
 	buffer at[TEST_OUTPUTS];
 } test_outputs;
 
+/* Whether the sizes can be counted and built; else a sentence. */
+bool case_sizes(const problem *p, char *error, size_t capacity);
 /* p.op is TOOL_FWD or TOOL_BWD. False with a sentence when the line's words do not fit together. */
 bool case_build(test_case *c, const problem *p, uint64_t seed, case_mode mode, char *error, size_t capacity);
 void case_release(test_case *c);

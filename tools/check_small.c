@@ -7,6 +7,7 @@
 #include <string.h>
 #include <xxhash.h>
 
+#include "case.h"
 #include "oracle.h"
 
 enum {
@@ -402,6 +403,7 @@ static bool mask_verify(small_case *c, char *text, size_t capacity) {
 
 bool small_build(small_case *c, const problem *p, uint64_t seed, case_mode mode, char *error, size_t capacity) {
 	*c = (small_case){.p = *p, .seed = seed, .mode = mode};
+	if (!case_sizes(p, error, capacity)) return false;
 	switch ((tool_operator)p->op) {
 	case TOOL_MERGE:
 		if (p->separate && (p->parts < 1 || p->parts > INGOT_MERGE_PARTS))
