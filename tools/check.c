@@ -462,6 +462,12 @@ static int run(const tool_command *command, int argc, char **argv) {
 	text[length] = '\n'; /* in the place of the 0 */
 	const int saved = save ? tool_write_file(command, save, text, length + 1) : TOOL_OK;
 	free(text);
+	const int verdict = verdict_of(&r);
+	if (verdict == TOOL_INCONCLUSIVE)
+		tool_usage(command, "nothing was tested: %s",
+		           r.done ? "every kernel refused; --verbose says why"
+		           : line ? "the problem is of another operator than --backend"
+		                  : "no case is left by --only, --from, --seconds and --backend");
 	if (saved) return saved;
 	if (rows) {
 		char error[256];
@@ -471,7 +477,7 @@ static int run(const tool_command *command, int argc, char **argv) {
 				return tool_failed(command, "%s", error);
 		}
 	}
-	return verdict_of(&r);
+	return verdict;
 }
 
 const tool_command tool_check = {
